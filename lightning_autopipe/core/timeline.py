@@ -1,0 +1,48 @@
+"""When each action of a step ran, predicted or measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_autopipe.core._checks import check_int, check_number, check_tuple
+from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.core.schedule import Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineEvent:
+    """One action with its begin and end, in seconds since the step began."""
+
+    action: Action
+    global_rank: int
+    start_s: float
+    end_s: float
+
+    def __post_init__(self) -> None:
+        owner = f"TimelineEvent {self.action}"
+        check_int(owner, "global_rank", self.global_rank, minimum=0, error=PlanError)
+        check_number(owner, "start_s", self.start_s, error=PlanError)
+        check_number(owner, "end_s", self.end_s, error=PlanError)
+        if self.end_s < self.start_s:
+            raise PlanError(f"{owner}: end_s={self.end_s} lies before start_s={self.start_s}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step of the whole pipeline."""
+
+    events: tuple[TimelineEvent, ...]
+    step_s: float
+    """From the begin of the first action to the end of the last one."""
+    bubble_fraction: float
+    """Share of rank-seconds in which a rank neither computes nor reduces, 0 to 1."""
+    peak_bytes: tuple[int, ...] = ()
+    """Largest memory in use on each global rank; empty where unknown."""
+
+    def __post_init__(self) -> None:
+        check_tuple("Timeline", "events", self.events, TimelineEvent, error=PlanError)
+        check_number("Timeline", "step_s", self.step_s, error=PlanError)
+        check_number("Timeline", "bubble_fraction", self.bubble_fraction, error=PlanError)
+        if self.bubble_fraction > 1:
+            raise PlanError(f"Timeline: bubble_fraction must be from 0 to 1, got {self.bubble_fraction!r}")
+        check_tuple("Timeline", "peak_bytes", self.peak_bytes, int, error=PlanError)
