@@ -1,0 +1,25 @@
+"""Pure functions that give schedules, lower them to sends and receives, and check them."""
+
+from __future__ import annotations
+
+from lightning_autopipe.schedules.catalog import SCHEDULES, TRAINING_SCHEDULES, get_schedule
+from lightning_autopipe.schedules.forward_only import forward_only
+from lightning_autopipe.schedules.gpipe import gpipe
+from lightning_autopipe.schedules.grid import draw_grid
+from lightning_autopipe.schedules.lowering import lower
+from lightning_autopipe.schedules.one_f_one_b import one_f_one_b
+from lightning_autopipe.schedules.stash import peak_stash
+from lightning_autopipe.schedules.validation import validate
+
+__all__ = [
+    "SCHEDULES",
+    "TRAINING_SCHEDULES",
+    "draw_grid",
+    "forward_only",
+    "get_schedule",
+    "gpipe",
+    "lower",
+    "one_f_one_b",
+    "peak_stash",
+    "validate",
+]
