@@ -16,15 +16,18 @@ A function that builds a `Trainer` starts its process group itself, from the env
 
     run_processes(2, fit_tiny_module, initialize_process_group=False)
 
-In both cases RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set. With LOCAL_RANK set, Lightning starts no processes of its own:
-give ``Trainer(accelerator="cpu", devices=num_processes, ...)``. The port is free of races: the kernel chooses it for a store that already
-listens before any process starts, and the processes join it as torchrun's workers join their agent's store.
+RANK, LOCAL_RANK, WORLD_SIZE and MASTER_ADDR are set in both cases, MASTER_PORT in the second. With LOCAL_RANK set,
+Lightning starts no processes of its own: give ``Trainer(accelerator="cpu", devices=num_processes, ...)``. The port is
+free of races: the kernel chooses it for a store that already listens before any process starts, and the processes join
+it as torchrun's workers join their agent's store.
 
-Tests *about* failures use `run_processes_to_end`, which never raises and tells for each rank how it ended and what it printed.
+Tests *about* failures use `run_processes_to_end`, which never raises and tells for each rank how it ended and what it
+printed.
 
-Processes are forked from one server that has torch and Lightning loaded (about 6 s the first time, then about 1 s a run). Each has one
-thread, the loopback interface, a session of its own and a hard limit; on a hang all threads' tracebacks are dumped, then SIGKILL.
-Arguments and return values travel by `pickle`; CPU tensors are fine. Use `functools.partial` for keyword arguments.
+Processes are forked from one server that has torch and Lightning loaded (about 6 s the first time, then 0.1 to 1 s a
+run). Each has one thread, the loopback interface, a session of its own and a hard limit; on a hang the tracebacks of
+all threads are dumped, then SIGKILL. Arguments and return values travel by `pickle`; CPU tensors are fine. Use
+`functools.partial` for keyword arguments.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ class ProcessOutcome:
 
 
 class ProcessesFailedError(AssertionError):
-    """At least one process raised, died or was still running at the limit; the message has every rank's traceback and output."""
+    """A process raised, died or was still running at the limit; the message has every rank's traceback and output."""
 
 
 def run_processes(
@@ -91,10 +94,12 @@ def run_processes(
         num_processes: World size.
         function: A module-level function; called in every process with `args`.
         timeout_s: Hard limit; after it the tracebacks of all threads are dumped and the processes killed.
-        initialize_process_group: Start the default group (gloo, FileStore) before the call. False for functions that do it themselves.
+        initialize_process_group: Start the default group (gloo, FileStore) before the call. False for functions that
+            do it themselves.
         environment: More variables for every process.
-        rank_0_hosts_store: With ``env://``, let rank 0's process hold the store, as it does under Lightning's own launcher: the store
-            then dies with that process. By default the test's own process holds it, as torchrun's agent does.
+        rank_0_hosts_store: With ``env://``, let rank 0's process hold the store, as it does under Lightning's own
+            launcher: the store then dies with that process. By default the test's own process holds it, as
+            torchrun's agent does.
         process_group_timeout_s: Limit of the default group's operations.
 
     Raises:
@@ -185,7 +190,7 @@ class _Job:
     process_group_timeout_s: float
 
 
-# In the test's own process ------------------------------------------------------------------------------------------------------
+# In the test's own process -------------------------------------------------------------------------
 
 
 def _forkserver_context() -> multiprocessing.context.ForkServerContext:
@@ -241,7 +246,7 @@ def _store(job: _Job) -> Iterator[int | None]:
 
 
 def _listening_store() -> Any:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
@@ -302,7 +307,7 @@ def _outcome(
     )
 
 
-# In each started process --------------------------------------------------------------------------------------------------------
+# In each started process ---------------------------------------------------------------------------
 
 
 def _run_in_process(job: _Job, global_rank: int, directory_name: str, port: int | None) -> None:
@@ -314,7 +319,7 @@ def _run_in_process(job: _Job, global_rank: int, directory_name: str, port: int 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     # Should the test's own process be gone at the limit, nobody else ends this one.
     faulthandler.dump_traceback_later(job.timeout_s + 10, exit=True)
-    result = (False, None, None)
+    result: tuple[bool, Any, str | None] = (False, None, None)
     exit_code = 0
     try:
         result = (True, _call(job, global_rank, directory, port), None)
@@ -337,8 +342,8 @@ def _redirect_output(path: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     # The forkserver's own objects may be pytest's capture; make new ones on the descriptors.
-    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")
+    sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
 
 
 def _call(job: _Job, global_rank: int, directory: Path, port: int | None) -> Any:
