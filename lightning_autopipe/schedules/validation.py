@@ -85,21 +85,22 @@ def _check_completeness(schedule: Schedule) -> None:
     # Stage 0 says which micro-batches are sliced, and how; all other stages and the backwards follow it.
     units = _units_of_first_stage(schedule)
     for stage_index, actions in enumerate(schedule.actions_by_stage):
-        expected: set[Action] = set()
+        expected: dict[Action, None] = {}  # in the order in which a missing one is named
         for action_type in types:
             for unit in units:
                 compute = on_stage(unit, action_type, stage_index)
-                expected.add(compute)
+                expected[compute] = None
                 if schedule.is_lowered:
                     send = caused_send(compute, schedule.num_stages)
                     receive = needed_receive(compute, schedule.num_stages)
-                    expected.update(transfer for transfer in (send, receive) if transfer is not None)
+                    expected.update({transfer: None for transfer in (send, receive) if transfer is not None})
         for step, action in enumerate(actions):
             if action not in expected:
                 raise _fail(schedule, stage_index, step, "nothing in the rest of the schedule belongs to this action")
-        missing = sorted(expected.difference(actions), key=lambda a: (a.microbatch_index, a.slice_index or 0, str(a)))
-        if missing:
-            problem = f"{missing[0]} (micro-batch {missing[0].microbatch_index}) is missing from the stage's list"
+        found = set(actions)
+        missing = next((action for action in expected if action not in found), None)
+        if missing is not None:
+            problem = f"{missing} (micro-batch {missing.microbatch_index}) is missing from the stage's list"
             raise _fail(schedule, stage_index, len(actions), problem)
 
 
