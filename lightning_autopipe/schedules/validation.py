@@ -84,13 +84,14 @@ def _check_completeness(schedule: Schedule) -> None:
     types = (ActionType.FORWARD, ActionType.BACKWARD) if has_backward else (ActionType.FORWARD,)
     # Stage 0 says which micro-batches are sliced, and how; all other stages and the backwards follow it.
     units = _units_of_first_stage(schedule)
+    is_lowered = schedule.is_lowered
     for stage_index, actions in enumerate(schedule.actions_by_stage):
         expected: dict[Action, None] = {}  # in the order in which a missing one is named
         for action_type in types:
             for unit in units:
                 compute = on_stage(unit, action_type, stage_index)
                 expected[compute] = None
-                if schedule.is_lowered:
+                if is_lowered:
                     send = caused_send(compute, schedule.num_stages)
                     receive = needed_receive(compute, schedule.num_stages)
                     expected.update({transfer: None for transfer in (send, receive) if transfer is not None})
@@ -138,13 +139,14 @@ def _units_of_first_stage(schedule: Schedule) -> list[Action]:
 
 
 def _check_local_order(schedule: Schedule) -> None:
+    is_lowered = schedule.is_lowered
     for stage_index, actions in enumerate(schedule.actions_by_stage):
         done: set[Action] = set()
         for step, action in enumerate(actions):
             needed: list[Action | None] = []
             if action.type is ActionType.BACKWARD:
                 needed.append(on_stage(action, ActionType.FORWARD, stage_index))
-            if action.type.is_compute and schedule.is_lowered:
+            if action.type.is_compute and is_lowered:
                 needed.append(needed_receive(action, schedule.num_stages))
             if action.type is ActionType.SEND_ACTIVATION:
                 needed.append(on_stage(action, ActionType.FORWARD, stage_index))
