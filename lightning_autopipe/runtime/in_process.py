@@ -1,0 +1,55 @@
+"""Runs all stages of a pipeline in turns in one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_autopipe.core.schedule import Action, Schedule
+from lightning_autopipe.runtime.errors import PipelineRuntimeError
+from lightning_autopipe.runtime.executor import StageExecutor
+from lightning_autopipe.runtime.memory_transport import MemoryNetwork
+from lightning_autopipe.runtime.stage import StageForward
+
+
+class InProcessPipeline:
+    """A pipeline whose stages share one process: the same executor as between processes, over an in-memory transport.
+
+    Replicas run one after another: call `run` once for each replica's stages.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        network = MemoryNetwork(num_stages)
+        self.executors = tuple(
+            StageExecutor(stage_index=index, num_stages=num_stages, transport=network.transport(index))
+            for index in range(num_stages)
+        )
+        self._network = network
+
+    def run(self, stages: Sequence[StageForward], schedule: Schedule) -> None:
+        """Run one step on all stages.
+
+        Raises:
+            PipelineRuntimeError: The stages wait for one another in a circle; or as `StageExecutor.run`.
+        """
+        assert len(stages) == len(self.executors), (len(stages), len(self.executors))
+        self._network.mailboxes.clear()
+        running = {
+            executor.stage_index: executor.advance(stage, schedule)
+            for executor, stage in zip(self.executors, stages, strict=True)
+        }
+        waiting: dict[int, Action] = {}
+        while running:
+            before = dict(waiting)
+            for stage_index in list(running):
+                action = next(running[stage_index], None)
+                if action is None:
+                    del running[stage_index]
+                    waiting.pop(stage_index, None)
+                else:
+                    waiting[stage_index] = action
+            if running and waiting == before:
+                raise PipelineRuntimeError(
+                    f"schedule {schedule.name!r} cannot go on; these actions wait for inputs that no stage will send: "
+                    + ", ".join(str(action) for action in waiting.values())
+                )
+        assert not self._network.mailboxes, f"messages that nobody took: {list(self._network.mailboxes)}"

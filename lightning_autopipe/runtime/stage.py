@@ -1,0 +1,38 @@
+"""What the executor needs of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutput:
+    """What a stage's forward gives for one micro-batch."""
+
+    sent: tuple[Tensor, ...] = ()
+    """The values that cross to the next stage, in one fixed order; empty on the last stage."""
+    loss: Tensor | None = None
+    """The scalar to back-propagate, already weighted; None where there is none (other stages, evaluation)."""
+
+
+class StageForward(Protocol):
+    """One stage of a pipeline, called once for each micro-batch and step."""
+
+    def forward(self, microbatch_index: int, received: tuple[Tensor, ...]) -> StageOutput:
+        """Run the stage on the values that the previous stage sent (none on the first).
+
+        `received` are fresh leaf tensors; each requires a gradient exactly if the sender's tensor did.
+        """
+        ...
+
+    def signature(self, microbatch_index: int) -> Hashable:
+        """A key; equal keys mean: the values crossing each cut have equal dtypes, shapes, strides and requires_grad.
+
+        Two micro-batches that have equal keys on one stage must have equal keys on its neighbours. Whatever changes
+        `requires_grad` or dtypes of crossing values (frozen parameters, evaluation, autocast) belongs into the key.
+        """
+        ...

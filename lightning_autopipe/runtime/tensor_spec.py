@@ -1,0 +1,146 @@
+"""What a receiver must know of a tensor before it arrives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_autopipe.runtime.errors import PipelineRuntimeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Everything about a tensor but its numbers, as the receiver will see it.
+
+    `stride` is the tensor's own where its memory is dense (whatever the order of its dimensions), else that of its
+    packed copy, as `Tensor.clone` gives it: gaps and repeated elements do not cross.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of a tensor.
+
+        Raises:
+            PipelineRuntimeError: The tensor has no plain memory to send (sparse, nested, meta, wrapper subclass).
+        """
+        _check_can_cross(tensor)
+        return cls(
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            stride=_packed_stride(tensor),
+            requires_grad=tensor.requires_grad,
+        )
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A new tensor of this spec with undefined numbers, not yet requiring a gradient."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the numbers."""
+        num_elements = 1
+        for size in self.shape:
+            num_elements *= size
+        return num_elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        gradient = "requires_grad" if self.requires_grad else "no grad"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} stride {list(self.stride)} {gradient}"
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's numbers as uint8[num_bytes]: a view where its memory is dense, else of a packed copy."""
+    data = tensor.detach().resolve_conj().resolve_neg()
+    if _packed_stride(data) != data.stride():
+        data = data.clone()
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+
+
+def encode_specs(specs: Sequence[TensorSpec]) -> bytes:
+    """Specs as bytes for a message header."""
+    rows = [[str(spec.dtype).removeprefix("torch."), spec.shape, spec.stride, spec.requires_grad] for spec in specs]
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def decode_specs(data: bytes) -> tuple[TensorSpec, ...]:
+    """The specs that `encode_specs` wrote."""
+    return tuple(
+        TensorSpec(
+            dtype=getattr(torch, dtype_name), shape=tuple(shape), stride=tuple(stride), requires_grad=requires_grad
+        )
+        for dtype_name, shape, stride, requires_grad in json.loads(data)
+    )
+
+
+class SpecBook:
+    """The specs of the values that cross one cut, by signature.
+
+    Sender and receiver each keep one, fill it in the same order and forget the oldest entry at the same length, so that
+    both know without asking whether a signature is new.
+    """
+
+    MAX_SIGNATURES = 4096
+
+    def __init__(self) -> None:
+        self._specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
+
+    def get(self, signature: Hashable) -> tuple[TensorSpec, ...] | None:
+        """The specs of a signature, None if it is new."""
+        return self._specs.get(signature)
+
+    def add(self, signature: Hashable, specs: tuple[TensorSpec, ...]) -> None:
+        """Remember the specs of a new signature."""
+        if len(self._specs) >= self.MAX_SIGNATURES:
+            del self._specs[next(iter(self._specs))]
+        self._specs[signature] = specs
+
+    def check(self, signature: Hashable, specs: tuple[TensorSpec, ...]) -> None:
+        """Compare with what the receiver was told of this signature.
+
+        Raises:
+            PipelineRuntimeError: Something differs.
+        """
+        known = self._specs[signature]
+        if known == specs:
+            return
+        if len(known) != len(specs):
+            difference = f"{len(specs)} values instead of {len(known)}"
+        else:
+            index = next(i for i, (old, new) in enumerate(zip(known, specs, strict=True)) if old != new)
+            difference = f"value {index} is {specs[index]}, it was {known[index]}"
+        raise PipelineRuntimeError(
+            "the values that cross to the next stage differ from those of an earlier micro-batch with the signature "
+            f"{signature!r}: {difference}. The step does something that its input shapes do not tell (a branch on "
+            "values, a change of requires_grad); the other stages cannot follow that."
+        )
+
+
+def _packed_stride(tensor: Tensor) -> tuple[int, ...]:
+    if tensor.is_contiguous():
+        return tuple(tensor.stride())
+    return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def _check_can_cross(tensor: Tensor) -> None:
+    reason = None
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        reason = f"it is a {type(tensor).__name__}, which holds no plain memory"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        reason = f"its layout is {'nested' if tensor.is_nested else tensor.layout}"
+    elif tensor.is_quantized:
+        reason = "it is quantized"
+    elif tensor.is_meta:
+        reason = "it is on the meta device"
+    if reason is not None:
+        raise PipelineRuntimeError(
+            f"a value of shape {list(tensor.shape)} cannot cross to the next stage: {reason}. Cut at another place."
+        )
