@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_autopipe.core import ConfigurationError, LayerProfile, ModelProfile, Partition, PipelinePlan
+from lightning_autopipe.planner import layer_costs, make_plan
+
+
+def a_profile(*flops: float) -> ModelProfile:
+    return ModelProfile(
+        layers=tuple(LayerProfile(name=f"net.{index}", forward_flops=value) for index, value in enumerate(flops))
+    )
+
+
+def planned(profile: ModelProfile, **changes: Any) -> PipelinePlan:
+    options: dict[str, Any] = {"num_stages": 2, "num_replicas": 1, "num_microbatches": 4, "module_fingerprint": "x"}
+    return make_plan(profile, **(options | changes))
+
+
+def test_layers_are_balanced_by_their_floating_point_operations() -> None:
+    plan = planned(a_profile(1e9, 1e9, 1e9, 3e9), num_replicas=2)
+    assert plan.partition.cut_points == (3,)
+    assert plan.stage_work_shares == (0.5, 0.5)
+    assert plan.layout.world_size == 4
+    assert (plan.schedule_name, plan.num_microbatches) == ("1f1b", 4)
+    assert PipelinePlan.from_json(plan.to_json()) == plan
+
+
+def test_layers_without_counted_operations_weigh_the_same() -> None:
+    assert layer_costs(a_profile(0, 0, 0).layers) == (1.0, 1.0, 1.0)
+    assert planned(a_profile(0, 0, 0, 0)).partition.cut_points == (2,)
+    assert layer_costs(a_profile(0, 2e6).layers) == (0, 2e6)
+
+
+@pytest.mark.parametrize("partition", [[1], (1,), Partition(cut_points=(1,), num_layers=4)])
+def test_a_given_partition_is_taken(partition: Any) -> None:
+    plan = planned(a_profile(1, 1, 1, 1), partition=partition)
+    assert plan.partition.cut_points == (1,)
+    assert plan.stage_work_shares == (0.25, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_stages": 5}, "num_stages=5 is more than the 4 layers"),
+        ({"num_replicas": 0}, "num_replicas must be an integer >= 1"),
+        (
+            {"schedule_name": "zero_bubble"},
+            "schedule='zero_bubble' is not known; set it to one of 'auto', '1f1b', 'gpipe'",
+        ),
+        ({"schedule_name": "forward_only"}, "schedule='forward_only' is not known"),
+        ({"partition": "even"}, "partition must be \"auto\" or a list of cut points, got 'even'"),
+        ({"partition": [4]}, r"partition=\(4,\) does not fit the module: .*allowed are 1 to 3"),
+        ({"partition": [1, 2]}, r"has 3 stages, but num_stages is 2; give 1 cut points, or set num_stages=3"),
+        ({"partition": Partition(cut_points=(1,), num_layers=5)}, "for 5 layers, but the module has 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        planned(a_profile(1, 1, 1, 1), **changes)
