@@ -1,0 +1,169 @@
+"""Absent tensors: shape, dtype, strides, device and `requires_grad`, but no storage.
+
+A stage runs the whole Python of a training step but computes only its own part. What it does not own is an
+:class:`AbsentTensor`: model code can ask it for its shape, dtype and (true) device, build masks from them and hand it
+on, but nobody can read a value. While a step is traced, operations on absent tensors give absent results, computed by
+torch's meta kernels; at any other time an operation on one is an error that names the place where the value lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lightning_autopipe.core.errors import CaptureError
+
+_META = torch.device("meta")
+_computing_shapes = False
+
+
+class AbsentValueError(CaptureError):
+    """The value of a tensor that this process does not hold was needed."""
+
+
+class AbsentTensor(torch.Tensor):
+    """A tensor without storage; `meta` is its twin on the meta device, which carries aliasing between views."""
+
+    meta: torch.Tensor
+    home: str
+
+    @staticmethod
+    def __new__(
+        cls, meta: torch.Tensor, device: torch.device, requires_grad: bool = False, home: str = "another stage"
+    ) -> AbsentTensor:
+        result: AbsentTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            layout=meta.layout,
+            device=device,
+            requires_grad=requires_grad,
+        )
+        result.meta = meta
+        result.home = home
+        return result
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _computing_shapes and func not in _SHAPELESS:
+            raise _value_needed(func, args, kwargs)
+        return _run_on_meta(func, args, kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', at={self.home})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
+        copied = AbsentTensor(self.meta.clone(), self.device, self.requires_grad, self.home)
+        if isinstance(self, torch.nn.Parameter):
+            copied._is_param = True  # type: ignore[attr-defined]
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AbsentValueError(
+            f"A tensor of shape {tuple(self.shape)} cannot be saved here: its value is on {self.home}."
+        )
+
+
+# What keeps no value: allowed at any time, so that `detach()`, `requires_grad_()` and moving a module do not fail.
+_SHAPELESS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._to_copy.default})
+
+
+def absent_like(tensor: torch.Tensor, home: str = "another stage") -> AbsentTensor:
+    """Give an absent tensor with the geometry, dtype, device and `requires_grad` of `tensor`."""
+    meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+    return AbsentTensor(meta, tensor.device, tensor.requires_grad, home)
+
+
+def is_absent(obj: Any) -> bool:
+    """Tell whether `obj` is an absent tensor."""
+    return type(obj) is AbsentTensor
+
+
+@contextlib.contextmanager
+def computing_shapes() -> Iterator[None]:
+    """Within, operations on absent tensors give absent results; outside they raise :class:`AbsentValueError`."""
+    global _computing_shapes
+    before, _computing_shapes = _computing_shapes, True
+    try:
+        yield
+    finally:
+        _computing_shapes = before
+
+
+def _value_needed(func: Any, args: Any, kwargs: Any) -> AbsentValueError:
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if isinstance(leaf, AbsentTensor):
+            return AbsentValueError(
+                f"{func} needs the value of a tensor of shape {tuple(leaf.shape)} that this process does not hold: "
+                f"it is on {leaf.home}."
+            )
+    return AbsentValueError(f"{func} needs a value that this process does not hold.")
+
+
+def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one ATen operation on meta twins and wrap what it gives; an input that is given back keeps its identity."""
+    twins: dict[int, AbsentTensor] = {}
+    device: torch.device | None = None
+
+    def to_meta(leaf: Any) -> Any:
+        nonlocal device
+        if isinstance(leaf, AbsentTensor):
+            twins[id(leaf.meta)] = leaf
+            if device is None or (device.type == "cpu" and leaf.dim() > 0):
+                device = leaf.device
+            return leaf.meta
+        if isinstance(leaf, torch.Tensor):
+            return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=_META)
+        return leaf
+
+    if func is torch.ops.aten.index.Tensor:
+        args = _bool_masks_to_indices(args)
+    meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, kwargs))
+    if meta_kwargs.get("device") is not None:
+        device = torch.device(meta_kwargs["device"])
+        meta_kwargs["device"] = _META
+    meta_kwargs.pop("pin_memory", None)
+    try:
+        result = func(*meta_args, **meta_kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError) or "meta tensor" in str(error).lower():
+            raise AbsentValueError(f"{func} depends on the values of a tensor, not on its shape alone.") from error
+        raise
+
+    def wrap(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        known = twins.get(id(leaf))
+        if known is not None:
+            if known.shape != leaf.shape or known.stride() != leaf.stride():
+                raise CaptureError(
+                    f"{func} changes the shape of a tensor in place, from {tuple(known.shape)} to {tuple(leaf.shape)}; "
+                    "use the form that gives a new tensor (for example squeeze instead of squeeze_)."
+                )
+            return known
+        assert device is not None
+        return AbsentTensor(leaf, device)
+
+    return pytree.tree_map(wrap, result)
+
+
+def _bool_masks_to_indices(args: Any) -> Any:
+    """`x[mask]` with a real mask: the number of rows is known, though not from shapes alone."""
+    tensor, indices = args
+    new: list[Any] = []
+    for index in indices:
+        if isinstance(index, torch.Tensor) and index.dtype is torch.bool and not isinstance(index, AbsentTensor):
+            new.extend(index.nonzero(as_tuple=True))
+        else:
+            new.append(index)
+    return tensor, new

@@ -1,0 +1,241 @@
+"""Where a traced step may be cut, and where it should be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from lightning_autopipe.capture.records import CutKey, Layer, StepTrace
+from lightning_autopipe.core.errors import CaptureError, PlanError
+
+_NEGLIGIBLE_SHARE = 1e-3  # of the work and of the parameters: not worth a layer of its own
+_HEAVY_SHARE = 1 / 8  # of the work: worth a cut at which more values cross
+_MORE_BYTES = 2.5  # how much more may cross there than at the ends of the piece
+
+
+class CutTable:
+    """For every position of a trace: which values cross it, and whether a cut there keeps the step's meaning.
+
+    A cut is refused inside a checkpointed region, across a value that cannot be handed over (its size depends on the
+    data, or no operation shows it), across a buffer that is written before or after and used on both sides, and where
+    two crossing values share memory that is written later (copies would sever the alias).
+    """
+
+    def __init__(self, trace: StepTrace) -> None:
+        self.trace = trace
+        num_positions = len(trace.operations) + 1
+        starts: list[list[int]] = [[] for _ in range(num_positions + 1)]
+        ends: list[list[int]] = [[] for _ in range(num_positions + 1)]
+        for value in trace.values:
+            if value.last_use > value.maker:
+                starts[value.maker + 1].append(value.index)
+                ends[value.last_use + 1].append(value.index)
+        self._last_write: dict[int, int] = {}
+        for op in trace.operations:
+            for storage in op.written_storages:
+                self._last_write[storage] = op.index
+        self._buffer_span = self._find_buffer_spans()
+        # Behind the last operation that takes a parameter there is nothing to share out.
+        self.last_useful = max((op.index for op in trace.operations if op.parameters), default=0)
+        self.crossing: list[tuple[int, ...]] = []
+        live: dict[int, None] = {}
+        for position in range(num_positions):
+            for index in ends[position]:
+                live.pop(index, None)
+            for index in starts[position]:
+                live[index] = None
+            self.crossing.append(tuple(sorted(live)))
+        self.legal = [self._is_legal(position) for position in range(num_positions)]
+        self.num_bytes = [sum(trace.values[v].num_bytes for v in crossing) for crossing in self.crossing]
+
+    def written_after(self, value_index: int, position: int) -> bool:
+        """Tell whether the memory of a value is written by an operation at or after `position`."""
+        return self._last_write.get(self.trace.values[value_index].storage, -1) >= position
+
+    def _find_buffer_spans(self) -> dict[str, tuple[int, int]]:
+        spans: dict[str, tuple[int, int]] = {}
+        for op in self.trace.operations:
+            for name in op.buffers:
+                first, _ = spans.get(name, (op.index, op.index))
+                spans[name] = (first, op.index)
+        return spans
+
+    def _is_legal(self, position: int) -> bool:
+        operations = self.trace.operations
+        if position in (0, len(operations)):
+            return True
+        if position > self.last_useful:
+            return False
+        region = operations[position].region
+        if region is not None and region == operations[position - 1].region:
+            return False
+        if any(first < position <= last for first, last in self._buffer_span.values()):
+            return False
+        storages: set[int] = set()
+        for index in self.crossing[position]:
+            value = self.trace.values[index]
+            if value.slot is None or value.sized_by_data:
+                return False
+            if value.storage in storages and self.written_after(index, position):
+                return False
+            storages.add(value.storage)
+        return True
+
+
+def find_layers(trace: StepTrace, table: CutTable) -> tuple[Layer, ...]:
+    """Split a trace into layers at its good cuts.
+
+    Good cuts are where the fewest values cross: one after each residual addition, say, which gives the attention half
+    and the feed-forward half of a transformer block. Where a piece between two of them is still more than an eighth of
+    the work (the inside of a U-Net, whose outermost skip spans nearly everything), it is split again at the fewest
+    values that cross inside it. Within a run of positions where equally many cross, good ones lie before an operation
+    that takes a parameter. Layers with no parameters, or next to no work and parameters, join their neighbours.
+    """
+    operations = trace.operations
+    work = [0.0]
+    for op in operations:
+        work.append(work[-1] + op.flops)
+    bounds = {0, len(operations)}
+
+    def split(start: int, stop: int, most_bytes: float) -> None:
+        inside = [p for p in range(start + 1, stop) if table.legal[p] and table.num_bytes[p] <= most_bytes]
+        if not inside:
+            return
+        fewest = min(len(table.crossing[p]) for p in inside)
+        chosen = _before_parameters(trace, [p for p in inside if len(table.crossing[p]) == fewest])
+        bounds.update(chosen)
+        for a, b in itertools.pairwise([start, *chosen, stop]):
+            if work[b] - work[a] > _HEAVY_SHARE * work[-1] and b - a < stop - start:
+                split(a, b, _MORE_BYTES * max(table.num_bytes[a], table.num_bytes[b]))
+
+    split(0, table.last_useful + 1, math.inf)
+    joined = _join_negligible(trace, sorted(bounds))
+    return tuple(_layer(trace, table, a, b) for a, b in itertools.pairwise(joined))
+
+
+def _before_parameters(trace: StepTrace, positions: list[int]) -> list[int]:
+    """Of each run of neighbouring positions keep those before an operation that takes a parameter, else the last."""
+    kept: list[int] = []
+    for _, group in itertools.groupby(enumerate(positions), key=lambda pair: pair[1] - pair[0]):
+        run = [position for _, position in group]
+        kept.extend([p for p in run if trace.operations[p].parameters] or run[-1:])
+    return kept
+
+
+def _join_negligible(trace: StepTrace, bounds: list[int]) -> list[int]:
+    """Drop bounds so that every layer has parameters and a part of the work or of the parameters worth naming."""
+    sizes = trace.parameter_elements
+    total_flops = sum(op.flops for op in trace.operations) or 1.0
+    total_elements = sum(sizes.values()) or 1
+
+    def is_negligible(start: int, stop: int) -> bool:
+        names = {name for op in trace.operations[start:stop] for name in op.parameters}
+        flops = sum(op.flops for op in trace.operations[start:stop])
+        elements = sum(sizes[name] for name in names)
+        return not names or (
+            flops < _NEGLIGIBLE_SHARE * total_flops and elements < _NEGLIGIBLE_SHARE * total_elements
+        )
+
+    kept = [0]
+    for bound in bounds[1:]:
+        if not is_negligible(kept[-1], bound) or bound == len(trace.operations):
+            kept.append(bound)
+    if len(kept) > 2 and is_negligible(kept[-2], kept[-1]):
+        del kept[-2]
+    return kept
+
+
+def _layer(trace: StepTrace, table: CutTable, start: int, stop: int) -> Layer:
+    operations = trace.operations[start:stop]
+    return Layer(
+        key=trace.key_of(start, stop),
+        start=start,
+        stop=stop,
+        parameters=tuple(dict.fromkeys(name for op in operations for name in op.parameters)),
+        forward_flops=sum(op.flops for op in operations),
+        boundary_bytes=table.num_bytes[stop] if stop < len(trace.operations) else 0,
+        has_random=any(op.is_random for op in operations),
+    )
+
+
+def positions_from_keys(trace: StepTrace, table: CutTable, keys: Sequence[CutKey]) -> list[int] | None:
+    """Find the cuts with these names in a trace; None unless each is there, in order and legal."""
+    positions: list[int] = []
+    for key in keys:
+        position = trace.position_of(key)
+        if position is None or not table.legal[position] or (positions and position < positions[-1]):
+            return None
+        positions.append(position)
+    return positions
+
+
+def check_owners(
+    trace: StepTrace, bounds: Sequence[int], owners: Mapping[str, frozenset[int]], last_stage: int
+) -> bool:
+    """Tell whether each operation's parameters and written buffers lie on the stage that the bounds give it to."""
+    for stage_index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        for op in trace.operations[start:stop]:
+            for name in (*op.parameters, *op.buffers):
+                if stage_index not in owners.get(name, frozenset({last_stage})):
+                    return False
+    return True
+
+
+def positions_from_owners(
+    trace: StepTrace, table: CutTable, owners: Mapping[str, frozenset[int]], num_stages: int, step_name: str
+) -> list[int]:
+    """Cut a trace so that every parameter is used where it lives, with the fewest bytes crossing; stages may be empty.
+
+    Raises:
+        PlanError: the step uses the parameters in an order that contradicts the stages.
+    """
+    num_positions = len(trace.operations) + 1
+    last_stage = num_stages - 1
+    cost = [b if legal else math.inf for b, legal in zip(table.num_bytes, table.legal, strict=True)]
+    best: list[float] = [math.inf] * num_positions
+    best[0] = 0.0
+    came_from: list[list[int]] = []
+    for stage_index in range(num_stages):
+        allowed = [
+            all(
+                stage_index in owners.get(name, frozenset({last_stage})) for name in (*op.parameters, *op.buffers)
+            )
+            for op in trace.operations
+        ]
+        reached: list[float] = [math.inf] * num_positions
+        source = [-1] * num_positions
+        start, start_cost = -1, math.inf
+        for position in range(num_positions):
+            if position > 0 and not allowed[position - 1]:
+                start, start_cost = -1, math.inf
+            if best[position] < start_cost:
+                start, start_cost = position, best[position]
+            ending = cost[position] if stage_index < last_stage else (0.0 if position == num_positions - 1 else math.inf)
+            if start_cost + ending < math.inf:
+                reached[position] = start_cost + ending
+                source[position] = start
+        best = reached
+        came_from.append(source)
+    if best[num_positions - 1] == math.inf:
+        raise PlanError(
+            f"{step_name} uses the module's parameters in an order that the plan's {num_stages} stages do not allow "
+            "(stages are cut by the step that was planned first). Use fewer stages (num_stages=), or let the step call "
+            "the submodules in the same order."
+        )
+    positions: list[int] = []
+    position = num_positions - 1
+    for stage_index in range(last_stage, 0, -1):
+        position = came_from[stage_index][position]
+        positions.append(position)
+    return positions[::-1]
+
+
+def require_cuts(trace: StepTrace, table: CutTable, step_name: str) -> None:
+    """Explain why a step has no place to be cut.
+
+    Raises:
+        CaptureError: no position inside the step is legal.
+    """
+    if len(trace.operations) > 1 and not any(table.legal[1:-1]):
+        raise CaptureError(f"{step_name} can be cut nowhere: every position lies inside a region that must stay whole.")

@@ -1,0 +1,56 @@
+"""Random draws that do not depend on how a step is cut."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawKey:
+    """What the draws of one micro-batch are keyed by."""
+
+    seed: int
+    step: int
+    replica_index: int
+    microbatch_index: int
+
+    def derive(self, *place: int | str) -> int:
+        """Give a 63-bit seed for one place (a layer, a draw) of this micro-batch."""
+        text = f"{self.seed}/{self.step}/{self.replica_index}/{self.microbatch_index}/{'/'.join(map(str, place))}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def seed_torch(seed: int, device: torch.device) -> None:
+    """Set torch's generators of the CPU and of `device`, without a read of their state."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+def seed_python(seed: int) -> None:
+    """Set Python's and NumPy's global generators."""
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw from generators set to `seed`; afterwards they go on as if nothing had been drawn."""
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    seed_torch(seed, device)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, device)

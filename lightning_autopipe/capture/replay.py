@@ -1,0 +1,389 @@
+"""Running one stage's part of a step by running the step's own Python."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.absent import AbsentTensor
+from lightning_autopipe.capture.cuts import CutTable
+from lightning_autopipe.capture.draws import DrawKey, seed_torch, seeded
+from lightning_autopipe.capture.interception import OperationMode
+from lightning_autopipe.capture.losses import KEEPS_COUNT, num_terms
+from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, ValueIndex
+from lightning_autopipe.capture.treatment import choose_treatments
+from lightning_autopipe.core.errors import CaptureError
+
+_TAG = "_autopipe_terms"  # on each activation that a stage computed: None, or the number of terms of a mean loss
+
+
+class StageExit(BaseException):  # noqa: N818 - no error: how a stage leaves the user's step at its last cut
+    """Raised through the user's code at a stage's end; holds nothing, so that no frame keeps a tensor alive."""
+
+
+class TraceMismatchError(CaptureError):
+    """The step took another path than the one that was traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """What one replay gave: the values that cross the stage's end, or what the step returned on the last stage."""
+
+    sent: tuple[Tensor, ...]
+    result: Any
+
+
+class StageProgram:
+    """Replays the operations `[start, stop)` of a trace.
+
+    Made once per trace and stage; :meth:`run` replays one micro-batch. `stop=None` is the last stage: it runs to the
+    end of the step. `layer_starts` are positions at which the random draws are keyed anew.
+    """
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        table: CutTable,
+        module: nn.Module,
+        *,
+        start: int,
+        stop: int | None,
+        device: torch.device,
+        refused_stubs: frozenset[tuple[str, int]] = frozenset(),
+        use_treatments: bool = True,
+    ) -> None:
+        self.trace = trace
+        self.module = module
+        self.device = device
+        self.start = start
+        self.is_last = stop is None
+        self.stop = len(trace.operations) if stop is None else stop
+        self.received_values = table.crossing[start] if start > 0 else ()
+        self.sent_values = () if self.is_last else table.crossing[self.stop]
+        self.cloned = frozenset(v for v in self.received_values if table.written_after(v, start))
+        self.layer_of_start = {
+            layer.start: index
+            for index, layer in enumerate(trace.layers)
+            if layer.has_random and layer.stop > start and layer.start < self.stop
+        }
+        self.state_ids = frozenset(trace.state_names)
+        self.treatments: list[Any] = []
+        if use_treatments:
+            self.treatments = choose_treatments(
+                trace, module, start=start, stop=self.stop, watched=self._watched(), refused=refused_stubs
+            )
+        submodules = dict(module.named_modules())
+        self.calls_by_module: list[tuple[nn.Module, dict[int, tuple[ModuleCall, bool]]]] = []
+        by_path: dict[str, dict[int, tuple[ModuleCall, bool]]] = {}
+        for treatment in self.treatments:
+            by_path.setdefault(treatment.call.module_path, {})[treatment.call.start] = (
+                treatment.call,
+                treatment.is_stub,
+            )
+        for path, table_ in by_path.items():
+            self.calls_by_module.append((submodules[path], table_))
+
+    def _watched(self) -> set[int]:
+        """Positions of own operations that replay has to see one by one."""
+        operations = self.trace.operations
+        sent = set(self.sent_values)
+        watched: set[int] = set()
+        for op in operations[self.start : self.stop]:
+            shown = {*op.made.values(), *(v for _, v in op.written_arguments)}
+            if op.aliases:
+                shown.update(op.reads)
+            if shown & sent or op.function == "counted_call":
+                watched.add(op.index)
+            elif self.is_last and op.is_mean_loss:
+                watched.add(op.index)
+        for position in self.layer_of_start:
+            if self.start < position < self.stop:
+                # Seen when the operation before it ends and the one at it begins within one call.
+                watched.update({position - 1} if self._inside_one_call(position) else ())
+        return watched
+
+    def _inside_one_call(self, position: int) -> bool:
+        return any(call.start < position < call.stop for call in self.trace.calls)
+
+    def run(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        received: Sequence[Tensor],
+        key: DrawKey,
+    ) -> StageRun:
+        """Replay one micro-batch.
+
+        `received` are the values that cross the stage's start, in the order of `received_values`.
+
+        Raises:
+            TraceMismatchError: the step took another path than the traced one.
+        """
+        replay = _Replay(self, received, key)
+        return replay.run(step, args, kwargs)
+
+
+class _Replay(OperationMode):
+    def __init__(self, program: StageProgram, received: Sequence[Tensor], key: DrawKey) -> None:
+        super().__init__()
+        self.program = program
+        self.trace = program.trace
+        self.operations = program.trace.operations
+        self.num_operations = len(self.operations)
+        self.start, self.stop = program.start, program.stop
+        self.key = key
+        self.position = 0
+        self.draws_here = (-1, 0)
+        self.received: dict[int, Tensor] = {}
+        for index, tensor in zip(program.received_values, received, strict=bool(received)):
+            if index in program.cloned:  # a leaf cannot be written in place
+                with torch.enable_grad():
+                    tensor = tensor.clone()
+            setattr(tensor, _TAG, None)
+            self.received[index] = tensor
+        self.held: dict[int, Tensor] = {v: self.received[v] for v in program.sent_values if v in self.received}
+        self.sent_values = frozenset(program.sent_values)
+
+    def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageRun:
+        program = self.program
+        replaced: list[tuple[dict[str, Any], Any]] = []
+        result = None
+        finished = False
+        try:
+            for module, table in program.calls_by_module:
+                attributes = module.__dict__
+                replaced.append((attributes, attributes.get("forward")))
+                attributes["forward"] = self._treated_forward(module.forward, table)
+            with self:
+                self._arrive()
+                if self.stop == 0 and not program.is_last:
+                    raise StageExit
+                result = step(*args, **kwargs)
+                finished = True
+        except StageExit:
+            pass
+        finally:
+            for attributes, before in replaced:
+                if before is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = before
+        if program.is_last:
+            if self.position < self.start:
+                raise self._mismatch(f"it ended after operation {self.position} of {self.start} before the last stage")
+            return StageRun((), result)
+        if finished:
+            raise self._mismatch(f"it ended after operation {self.position}, before the stage's end at {self.stop}")
+        missing = [v for v in program.sent_values if v not in self.held]
+        if missing:
+            raise self._mismatch(f"values {missing} that cross the cut at {self.stop} were not made")
+        return StageRun(tuple(self.held[v] for v in program.sent_values), None)
+
+    # ----- module calls
+
+    def _treated_forward(
+        self, original: Callable[..., Any], table: dict[int, tuple[ModuleCall, bool]]
+    ) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.is_paused:
+                return original(*args, **kwargs)
+            call, is_stub = table.get(self.position, (None, False))
+            if call is None:
+                return original(*args, **kwargs)
+            if is_stub:
+                self.position = call.stop
+                result = self._recorded_result(call)
+            else:
+                with self.paused():
+                    result = original(*args, **kwargs)
+                self.position = call.stop
+                for path in call.activation_paths:
+                    setattr(tree.get(result, path), _TAG, None)
+            self._arrive()
+            return result
+
+        return forward
+
+    def _recorded_result(self, call: ModuleCall) -> Any:
+        values, received = self.trace.values, self.received
+
+        def leaf(_: tree.LeafPath, obj: Any) -> Any:
+            if isinstance(obj, ValueIndex):
+                tensor = received.get(int(obj))
+                return values[obj].absent if tensor is None else tensor
+            return obj
+
+        return tree.map_leaves(leaf, call.result)
+
+    # ----- operations
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        if not (self._takes_activation(args) or (kwargs and self._takes_activation(tuple(kwargs.values())))):
+            return self._outside(function, args, kwargs, run)
+        if function in self.trace.metadata_functions:
+            return run(*args, **kwargs)
+        position = self.position
+        if position >= self.num_operations:
+            return self._compute(function, args, kwargs, run)
+        op = self.operations[position]
+        if op.function is not function and op.function != function:
+            if position >= self.start and self.program.is_last:
+                return self._compute(function, args, kwargs, run)  # nothing is cut behind this place
+            raise self._mismatch(f"operation {position} was {op.name}, now it is {function}")
+        self.position = position + 1
+        if position < self.start:
+            result = self._skip(op, args, kwargs)
+        else:
+            result = self._compute(function, args, kwargs, run)
+            if op.written_arguments:
+                for path, _ in op.written_arguments:
+                    setattr(tree.get((args, kwargs), path), _TAG, None)
+            if self.sent_values:
+                self._hold(op, args, kwargs, result)
+        self._arrive()
+        return result
+
+    def counted_call(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
+        """Run a call with side effects on the stage that owns it; without activations, on the last stage."""
+        if not self.is_paused and self._takes_activation(inputs):
+            position = self.position
+            if position < self.num_operations and self.operations[position].function == "counted_call":
+                self.position = position + 1
+                if position >= self.start:
+                    with self.paused():
+                        function()
+                self._arrive()
+                return
+            if not (position >= self.start and self.program.is_last):
+                raise self._mismatch(f"operation {position} was {self.operations[position].name}, now a value is logged")
+        if self.program.is_last and self.position >= self.start:
+            with self.paused():
+                function()
+        elif self.is_paused:
+            function()
+
+    def _takes_activation(self, objects: Sequence[Any]) -> bool:
+        state_ids = self.program.state_ids
+        for obj in objects:
+            if isinstance(obj, Tensor):
+                if type(obj) is AbsentTensor or id(obj) in state_ids or hasattr(obj, _TAG):
+                    return True
+            elif tree.is_container(obj) and self._takes_activation([child for _, child in tree.children(obj)]):
+                return True
+        return False
+
+    def _compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            result = run(*args, **kwargs)
+            terms = self._terms(function, args, kwargs) if self.program.is_last else None
+        finally:
+            self.is_paused = was_paused
+        self._tag(result, terms)
+        return result
+
+    def _terms(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Number of terms of a known mean loss, kept through scaling by constants."""
+        position = self.position - 1
+        if position < self.num_operations and self.operations[position].is_mean_loss:
+            return num_terms(function, args, kwargs)
+        if function in KEEPS_COUNT and args and isinstance(args[0], Tensor) and args[0].dim() == 0:
+            if not any(hasattr(other, _TAG) for other in args[1:]):
+                return getattr(args[0], _TAG, None)
+        return None
+
+    def _tag(self, result: Any, terms: Tensor | None = None) -> None:
+        if isinstance(result, Tensor):
+            setattr(result, _TAG, terms)
+        elif tree.is_container(result):
+            for _, tensor in tree.tensors(result):
+                setattr(tensor, _TAG, None)
+
+    def _skip(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for path, index in op.written_arguments:  # a tensor of the user's that an earlier stage has written
+            tensor = tree.get((args, kwargs), path)
+            setattr(tensor, _TAG, None)
+            arrived = self.received.get(index)
+            if arrived is not None:
+                was_paused, self.is_paused = self.is_paused, True
+                try:
+                    with torch.enable_grad():
+                        tensor.copy_(arrived)
+                finally:
+                    self.is_paused = was_paused
+                self.received[index] = tensor
+                if index in self.held:
+                    self.held[index] = tensor
+        if type(op.result) is AbsentTensor and not op.aliases:
+            tensor = self.received.get(op.made[()])
+            return op.result if tensor is None else tensor
+
+        def leaf(path: tree.LeafPath, obj: Any) -> Any:
+            source = op.aliases.get(path)
+            if source is not None:
+                return tree.get((args, kwargs), source)
+            index = op.made.get(path)
+            if index is None:
+                return obj
+            tensor = self.received.get(index)
+            return self.trace.values[index].absent if tensor is None else tensor
+
+        return tree.map_leaves(leaf, op.result)
+
+    def _hold(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Keep the values that cross the stage's end."""
+        for path, index in op.made.items():
+            if index in self.sent_values:
+                self.held[index] = tree.get(result, path)
+        for path, index in op.written_arguments:
+            if index in self.sent_values:
+                self.held[index] = tree.get((args, kwargs), path)
+        for path in op.aliases:  # what the trace saw as the same tensor may be a new one here (a cast under autocast)
+            for index in op.reads:
+                if index in self.held and self.held[index] is tree.get((args, kwargs), op.aliases[path]):
+                    self.held[index] = tree.get(result, path)
+
+    def _outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        if function not in self.trace.draw_functions:
+            return run(*args, **kwargs)
+        place, count = self.draws_here
+        count = count + 1 if place == self.position else 0
+        self.draws_here = (self.position, count)
+        with seeded(self.key.derive("draw", self.position, count), self.program.device):
+            return run(*args, **kwargs)
+
+    def _arrive(self) -> None:
+        """Act on having reached a position: key the draws of a layer that begins here, leave at the stage's end."""
+        position = self.position
+        layer_index = self.program.layer_of_start.get(position)
+        if position >= self.start:
+            if position >= self.stop and not self.program.is_last:
+                raise StageExit
+            if layer_index is not None:
+                seed_torch(self.key.derive("layer", layer_index), self.program.device)
+
+    def _mismatch(self, what: str) -> TraceMismatchError:
+        index = min(self.position, self.num_operations - 1)
+        place = self.operations[index].module_path or "the LightningModule's step"
+        return TraceMismatchError(
+            f"The step took another path than when it was traced: {what} (near {place}). A stage cannot be cut out of "
+            "a step whose path depends on values or on the step's number; make the path depend on shapes only."
+        )
+
+
+def terms_of(tensor: Any) -> Tensor | None:
+    """Give the number of terms that a replayed mean loss was taken over, where it is known."""
+    return getattr(tensor, _TAG, None)
+
+
+def bounds_to_ranges(positions: Sequence[int]) -> list[tuple[int, int | None]]:
+    """Turn the cuts between stages into each stage's `(start, stop)`; the last one has no stop."""
+    starts = [0, *positions]
+    return list(itertools.zip_longest(starts, positions))

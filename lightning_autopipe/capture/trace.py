@@ -1,0 +1,477 @@
+"""Running a step once on shapes, and recording what it does."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.absent import (
+    AbsentTensor,
+    AbsentValueError,
+    computing_shapes,
+    is_absent,
+)
+from lightning_autopipe.capture.interception import OperationMode, is_custom_function
+from lightning_autopipe.capture.losses import MEAN_LOSSES
+from lightning_autopipe.capture.preserve import DispatchObserver, preserved_state
+from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, Value, ValueIndex
+from lightning_autopipe.core.errors import CaptureError
+
+# Functions that give no tensor and write none, and still must run on one stage only.
+_SIDE_EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook})
+_META = torch.device("meta")
+_TORCH_CHECKPOINT = "torch/utils/checkpoint.py"
+_OWN_CODE = ("lightning_autopipe/capture/", "torch/", "lightning/pytorch/", "pytorch_lightning/", "torchmetrics/")
+
+
+def trace_step(
+    module: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, step_name: str
+) -> StepTrace:
+    """Record one run of `step(*args, **kwargs)` in which every activation is absent.
+
+    The batch in `args` and `kwargs` is real; parameters, and all that is computed from them, have shapes only. The
+    module, its buffers and all random state are left as they were. Runs under the caller's grad mode.
+
+    Raises:
+        CaptureError: the step reads the value of an activation before the last use of a trainable parameter, or does
+            something else that shapes alone do not decide; names the module path and the source line.
+    """
+    begin = time.perf_counter()
+    written_buffers: frozenset[str] = frozenset()
+    while True:  # a buffer that the step writes is seen only at its first write; begin again with it known
+        tracer = _Tracer(module, written_buffers, step_name)
+        trace = tracer.run(step, args, kwargs)
+        if tracer.written_buffers <= written_buffers:
+            trace.seconds = time.perf_counter() - begin
+            return trace
+        written_buffers |= tracer.written_buffers
+
+
+class _Tracer(OperationMode):
+    def __init__(self, module: nn.Module, written_buffers: frozenset[str], step_name: str) -> None:
+        super().__init__()
+        self.module = module
+        self.step_name = step_name
+        self.parameter_names = {id(p): name for name, p in module.named_parameters()}
+        self.trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+        self.buffer_storages = {
+            _storage_key(b): name for name, b in module.named_buffers() if not is_absent(b) and b.numel() > 0
+        }
+        self.written_buffers = written_buffers
+        self.state_names = dict(self.parameter_names)
+        self.state_names.update({id(b): n for n, b in module.named_buffers() if n in written_buffers})
+        self.operations: list[Operation] = []
+        self.values: list[Value] = []
+        self.calls: list[ModuleCall] = []
+        self.metadata_functions: set[Any] = set()
+        self.draw_functions: set[Any] = set()
+        self._value_of: dict[int, Value] = {}
+        self._alive: list[Any] = []  # keeps objects whose id() is a key
+        self._shadows: dict[int, AbsentTensor] = {}
+        self._real_of: dict[int, Tensor] = {}
+        self._bases: dict[int, Tensor] = {}  # real storage -> meta base that its shadows share
+        self._activation_storages: dict[int, int] = {}  # real storage -> position of its first write
+        self._regions: list[FrameType] = []
+        self._call: ModuleCall | None = None
+        self._observer = DispatchObserver()
+        self._next_call: dict[str, int] = {}
+
+    # ----- the run
+
+    def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepTrace:
+        end_reason = None
+        used_at_end: set[int] = set()
+        with preserved_state(self.module) as state, computing_shapes():
+            self._observer = state.observer
+            self._wrap_modules()
+            root = self._enter("<step>")
+            try:
+                with self:
+                    result = step(*args, **kwargs)
+                used_at_end = {v for _, t in tree.tensors(result) if (v := self._index_of(t)) is not None}
+            except Exception as error:
+                end_reason = self._explain_end(error)
+                used_at_end = self._held_by_step(error)
+            root.stop = len(self.operations)
+            changed = state.modules_changed()
+        for index in used_at_end:
+            self.values[index].reads.append(len(self.operations))
+        if not self.operations:
+            raise CaptureError(f"{self.step_name} uses no parameter of the module: there is nothing to pipeline.")
+        return StepTrace(
+            operations=self.operations,
+            values=self.values,
+            calls=self.calls,
+            metadata_functions=frozenset(self.metadata_functions),
+            draw_functions=frozenset(self.draw_functions),
+            used_at_end=frozenset(used_at_end),
+            end_reason=end_reason,
+            modules_changed=changed,
+            parameter_elements={name: p.numel() for name, p in self.module.named_parameters()},
+            state_names=self.state_names,
+        )
+
+    def _explain_end(self, error: Exception) -> str:
+        """Decide whether the step may end here; if parameters are still to come, it is an error."""
+        seen = {name for op in self.operations for name in op.parameters}
+        unseen = sorted(self.trainable - seen)
+        place = f"in {self._module_path() or 'the LightningModule'}, at {_source_line(error)}"
+        if unseen and isinstance(error, AbsentValueError):
+            raise CaptureError(
+                f"{self.step_name} reads the value of an activation {place}: {error} A pipeline stage cannot know it "
+                f"before the stages behind it have run. {len(unseen)} trainable parameters come after this place "
+                f"(first: {unseen[0]}). Decide on batch data instead, move the read behind the model, or freeze "
+                "parameters that the step does not use (requires_grad=False)."
+            ) from error
+        if unseen:
+            raise CaptureError(
+                f"{self.step_name} raised {type(error).__name__} while it was traced on shapes, {place}: {error}"
+            ) from error
+        return f"{type(error).__name__} {place}"
+
+    def _held_by_step(self, error: Exception) -> set[int]:
+        """Values that the step's own frame still holds: it may use any of them after the trace has ended."""
+        held: set[int] = set()
+        frame_number = 0
+        trace = error.__traceback__
+        while trace is not None and frame_number < 2:  # frame 0 is ours, frame 1 the user's step
+            if frame_number == 1:
+                for value in trace.tb_frame.f_locals.values():
+                    held |= {v for _, t in tree.tensors(value) if (v := self._index_of(t)) is not None}
+            trace = trace.tb_next
+            frame_number += 1
+        return held
+
+    # ----- module calls
+
+    def _wrap_modules(self) -> None:
+        for path, sub in self.module.named_modules():
+            if not isinstance(sub, torch.jit.ScriptModule):
+                sub.__dict__["forward"] = self._wrapped_forward(path, sub.forward)
+
+    def _wrapped_forward(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.is_paused:
+                return original(*args, **kwargs)
+            call = self._enter(path)
+            python_state = _python_random_state()
+            try:
+                result = original(*args, **kwargs)
+                call.result = self._as_recorded(result)
+                return result
+            finally:
+                call.stop = len(self.operations)
+                call.draws_python = python_state != _python_random_state()
+                self._call = call.parent
+
+        return forward
+
+    def _enter(self, path: str) -> ModuleCall:
+        call_index = self._next_call.get(path, 0)
+        self._next_call[path] = call_index + 1
+        position = len(self.operations)
+        call = ModuleCall(path, call_index, position, position, None, self._call)
+        if self._call is not None:
+            self._call.children.append(call)
+        self.calls.append(call)
+        self._call = call
+        return call
+
+    def _module_path(self) -> str:
+        return "" if self._call is None or self._call.module_path == "<step>" else self._call.module_path
+
+    # ----- operations
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        found = list(tree.tensors((args, kwargs)))
+        if not any(self._is_activation(t) for _, t in found):
+            return self._outside(function, args, kwargs, run)
+        for path, tensor in found:
+            if is_absent(tensor) and self._index_of(tensor) is None and id(tensor) not in self.state_names:
+                raise CaptureError(
+                    f"{_name(function)} in {self._module_path() or self.step_name} takes a tensor of shape "
+                    f"{tuple(tensor.shape)} whose origin the trace did not see (argument {path}): it was made inside "
+                    "TorchScript, vmap or a compiled function, or kept from an earlier step."
+                )
+        self._observer.begin()
+        try:
+            run_args, run_kwargs = tree.map_tensors(self._absent_form, (args, kwargs))
+            was_paused, self.is_paused = self.is_paused, True
+            try:
+                result = run(*run_args, **run_kwargs)
+            finally:
+                self.is_paused = was_paused
+        except AbsentValueError:
+            if all(self._is_buffer(t) for _, t in found if self._is_activation(t)):
+                return run(*args, **kwargs)  # the value of a buffer that the step writes, a counter say
+            raise
+        written = self._written_storages()
+        has_tensors = any(True for _ in tree.tensors(result))
+        if not has_tensors and not written and function not in _SIDE_EFFECTS:
+            self.metadata_functions.add(function)
+            return result
+        return self._record(function, args, kwargs, found, result, written)
+
+    def counted_call(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
+        """Record a call with side effects (a logged value) as an operation that belongs to one stage."""
+        found = [((0, index), tensor) for index, tensor in enumerate(inputs) if self._is_activation(tensor)]
+        if found:
+            self._observer.begin()
+            self._record("counted_call", inputs, {}, found, None, set())
+
+    def _record(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: list[tuple[tree.LeafPath, Tensor]],
+        result: Any,
+        written: set[int],
+    ) -> Any:
+        position = len(self.operations)
+        reads: list[int] = []
+        parameters: list[str] = []
+        buffers: list[str] = []
+        for _, tensor in found:
+            name = self.state_names.get(id(tensor))
+            if name is not None:
+                (parameters if id(tensor) in self.parameter_names else buffers).append(name)
+            elif self._is_activation(tensor):
+                reads.append(self._value(tensor).index)
+        written_arguments = self._note_writes(position, found, written)
+        sized_by_data = self._observer.sized_by_data or any(self.values[v].sized_by_data for v in reads)
+        made: dict[tree.LeafPath, int] = {}
+        aliases: dict[tree.LeafPath, tree.LeafPath] = {}
+
+        def keep(path: tree.LeafPath, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            original = self._real_of.get(id(leaf), leaf)
+            for argument_path, tensor in found:
+                if tensor is original:
+                    aliases[path] = argument_path
+                    return original
+            value = self._value_of.get(id(original))
+            if value is None:
+                value = self._new_value(original, position, path, in_arguments=False)
+                value.sized_by_data = sized_by_data
+            made[path] = value.index
+            return original
+
+        visible = tree.map_leaves(keep, result)
+        self.operations.append(
+            Operation(
+                index=position,
+                function=function,
+                reads=tuple(dict.fromkeys(reads)),
+                parameters=tuple(dict.fromkeys(parameters)),
+                buffers=tuple(dict.fromkeys(buffers)),
+                result=visible,
+                made=made,
+                aliases=aliases,
+                written_arguments=written_arguments,
+                written_storages=tuple(written),
+                constants=_constants(args, kwargs),
+                is_random=self._observer.is_random,
+                flops=self._observer.flops,
+                module_path=self._module_path(),
+                region=self._region(),
+                is_mean_loss=function in MEAN_LOSSES if callable(function) else False,
+            )
+        )
+        for index in dict.fromkeys(reads):
+            self.values[index].reads.append(position)
+        return visible
+
+    def _outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        """An operation on batch data alone: every stage computes it again."""
+        self._observer.begin()
+        result = run(*args, **kwargs)
+        self._written_storages()
+        if self._observer.is_random:
+            self.draw_functions.add(function)
+            call = self._call
+            while call is not None:
+                call.num_free_draws += 1
+                call = call.parent
+        return result
+
+    # ----- values and storages
+
+    def _is_activation(self, tensor: Tensor) -> bool:
+        if is_absent(tensor) or id(tensor) in self.state_names:
+            return True
+        return bool(self._activation_storages) and _storage_key(tensor) in self._activation_storages
+
+    def _is_buffer(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.state_names and id(tensor) not in self.parameter_names
+
+    def _index_of(self, tensor: Tensor) -> int | None:
+        value = self._value_of.get(id(tensor))
+        return None if value is None else value.index
+
+    def _value(self, tensor: Tensor) -> Value:
+        value = self._value_of.get(id(tensor))
+        if value is None:  # a view that was taken before its base was written
+            value = self._new_value(tensor, self._activation_storages[_storage_key(tensor)], None, in_arguments=False)
+        return value
+
+    def _new_value(self, tensor: Tensor, maker: int, slot: tree.LeafPath | None, *, in_arguments: bool) -> Value:
+        absent = tensor if isinstance(tensor, AbsentTensor) else self._shadow(tensor)
+        value = Value(len(self.values), maker, slot, in_arguments, _meta_key(absent), absent)
+        self.values.append(value)
+        self._value_of[id(tensor)] = value
+        self._alive.append(tensor)
+        return value
+
+    def _absent_form(self, tensor: Tensor) -> Tensor:
+        """What an activation operation gets: absent tensors for state and for all that it might write."""
+        if is_absent(tensor):
+            return tensor
+        if self._is_activation(tensor) or tensor.is_floating_point() or tensor.is_complex():
+            return self._shadow(tensor)
+        return tensor
+
+    def _shadow(self, tensor: Tensor) -> AbsentTensor:
+        shadow = self._shadows.get(id(tensor))
+        if shadow is None:
+            key = _storage_key(tensor)
+            base = self._bases.get(key)
+            if base is None:
+                num_elements = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
+                base = self._bases[key] = torch.empty(num_elements, dtype=tensor.dtype, device=_META)
+            if base.dtype is tensor.dtype:
+                meta = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            else:
+                meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+            with torch.inference_mode(False):
+                shadow = AbsentTensor(meta, tensor.device, tensor.requires_grad)
+            self._shadows[id(tensor)] = shadow
+            self._real_of[id(shadow)] = tensor
+            self._alive.append(tensor)
+        return shadow
+
+    def _written_storages(self) -> set[int]:
+        """Storages (of meta twins) that the observed operation wrote; notes buffers among them."""
+        written: set[int] = set()
+        for tensor in self._observer.written:
+            if isinstance(tensor, AbsentTensor):
+                written.add(_meta_key(tensor))
+                real_key = next((k for k, base in self._bases.items() if _cdata(base) == _meta_key(tensor)), None)
+            else:
+                real_key = _storage_key(tensor)
+                if real_key in self._bases:
+                    written.add(_cdata(self._bases[real_key]))
+            if real_key is not None and real_key in self.buffer_storages:
+                self.written_buffers |= {self.buffer_storages[real_key]}
+        return written
+
+    def _note_writes(
+        self, position: int, found: list[tuple[tree.LeafPath, Tensor]], written: set[int]
+    ) -> tuple[tuple[tree.LeafPath, int], ...]:
+        """Tensors of the user's that this operation wrote are activations from now on, with their bases and views."""
+        if not written:
+            return ()
+        for key, base in self._bases.items():
+            if _cdata(base) in written and key not in self._activation_storages:
+                if not any(_storage_key(t) == key for _, t in found if id(t) in self.state_names):
+                    self._activation_storages[key] = position
+        arguments: list[tuple[tree.LeafPath, int]] = []
+        for path, tensor in found:
+            if is_absent(tensor) or id(tensor) in self.state_names or id(tensor) in self._value_of:
+                continue
+            if _storage_key(tensor) in self._activation_storages:
+                value = self._new_value(tensor, position, path, in_arguments=True)
+                arguments.append((path, value.index))
+        return tuple(arguments)
+
+    def _as_recorded(self, result: Any) -> Any:
+        """What a module call returned, with the index of a value in the place of each activation."""
+
+        def leaf(path: tree.LeafPath, obj: Any) -> Any:
+            if isinstance(obj, Tensor):
+                index = self._index_of(obj)
+                return _NOT_AN_ACTIVATION if index is None else ValueIndex(index)
+            return obj
+
+        return tree.map_leaves(leaf, result)
+
+    def _region(self) -> int | None:
+        """Number the checkpointed region that the running code lies in (the outermost one)."""
+        frame: FrameType | None = sys._getframe(1)
+        outermost = None
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "checkpoint" and code.co_filename.endswith(_TORCH_CHECKPOINT):
+                outermost = frame
+            frame = frame.f_back
+        if outermost is None:
+            return None
+        if not self._regions or self._regions[-1] is not outermost:
+            self._regions.append(outermost)
+        return len(self._regions) - 1
+
+
+class _NotAnActivation:
+    """In the place of a tensor that depends on batch data alone."""
+
+
+_NOT_AN_ACTIVATION = _NotAnActivation()
+
+
+def is_replayable_leaf(leaf: Any) -> bool:
+    """Tell whether a leaf of a module's recorded result may be given again in a later run."""
+    return leaf is None or isinstance(leaf, (ValueIndex, bool, str, torch.dtype, torch.device))
+
+
+def _storage_key(tensor: Tensor) -> int:
+    if is_absent(tensor) or tensor.layout is not torch.strided:
+        return -id(tensor)
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata
+
+
+def _cdata(meta: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return meta.untyped_storage()._cdata
+
+
+def _meta_key(tensor: AbsentTensor) -> int:
+    return _cdata(tensor.meta)
+
+
+def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(leaf for _, leaf in tree.walk((args, kwargs)) if not isinstance(leaf, Tensor))
+
+
+def _name(function: Any) -> str:
+    if is_custom_function(function):
+        return f"{function.__name__}.apply"
+    return getattr(function, "__qualname__", None) or getattr(function, "__name__", str(function))
+
+
+def _python_random_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    state = numpy.random.get_state()
+    return random.getstate(), state[2], state[1].tobytes()
+
+
+def _source_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not any(part in frame.filename for part in _OWN_CODE):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"

@@ -1,0 +1,120 @@
+"""Which module calls a stage may pass over in one go, so that replay is nearly free.
+
+A call that lies wholly before the stage is *stubbed*: the module's recorded result is given without running its
+Python. A call that lies wholly inside runs *unwatched*: at full speed, with no interception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.records import ModuleCall, StepTrace, ValueIndex
+from lightning_autopipe.capture.trace import is_replayable_leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """What a stage does with one module call."""
+
+    call: ModuleCall
+    is_stub: bool
+
+
+def choose_treatments(
+    trace: StepTrace,
+    module: nn.Module,
+    *,
+    start: int,
+    stop: int,
+    watched: Collection[int],
+    refused: Collection[tuple[str, int]] = (),
+) -> list[Treatment]:
+    """Choose the largest calls that the stage `[start, stop)` may stub or run unwatched.
+
+    `watched` are positions of operations that must be seen (they make a crossing value, end a layer that draws random
+    numbers, or are a known loss); `refused` names calls `(module_path, call_index)` whose stub was found wrong.
+    """
+    submodules = dict(module.named_modules())
+    with_hooks = _paths_with_hooks(submodules)
+    escapes = _EscapeCheck(trace)
+    stubs_allowed = trace.end_reason is None or not trace.modules_changed
+    chosen: list[Treatment] = []
+
+    def visit(calls: Iterable[ModuleCall]) -> None:
+        for call in calls:
+            if call.start == call.stop:
+                continue
+            if call.stop <= start:
+                if stubs_allowed and can_stub(call):
+                    chosen.append(Treatment(call, is_stub=True))
+                    continue
+            elif call.start >= start and call.stop <= stop and can_run_unwatched(call):
+                chosen.append(Treatment(call, is_stub=False))
+                continue
+            visit(call.children)
+
+    def can_stub(call: ModuleCall) -> bool:
+        return (
+            (call.module_path, call.call_index) not in refused
+            and call.module_path not in with_hooks
+            and call.result is not None
+            and call.num_free_draws == 0
+            and not call.draws_python
+            and all(is_replayable_leaf(leaf) for _, leaf in tree.walk(call.result))
+            and not escapes(call)
+        )
+
+    def can_run_unwatched(call: ModuleCall) -> bool:
+        return (
+            call.stop - call.start > 1
+            and call.num_free_draws == 0
+            and not any(call.start <= position < call.stop for position in watched)
+            and not escapes(call)
+        )
+
+    visit(trace.calls[0].children)
+    return _without_ambiguous(chosen)
+
+
+class _EscapeCheck:
+    """Tells whether a call makes a value that is used after it and that it does not return (a list, a hook's capture)."""
+
+    def __init__(self, trace: StepTrace) -> None:
+        self._by_maker: dict[int, list[tuple[int, int]]] = {}
+        for value in trace.values:
+            self._by_maker.setdefault(value.maker, []).append((value.index, value.last_use))
+        self._trace = trace
+
+    def __call__(self, call: ModuleCall) -> bool:
+        returned = {int(leaf) for _, leaf in tree.walk(call.result) if isinstance(leaf, ValueIndex)}
+        for position in range(call.start, call.stop):
+            operation = self._trace.operations[position]
+            if operation.written_arguments:
+                return True  # a tensor of the caller's is written: it may be an argument that nobody returns
+            for index, last_use in self._by_maker.get(position, ()):
+                if last_use >= call.stop and index not in returned:
+                    return True
+        return False
+
+
+def _paths_with_hooks(submodules: dict[str, nn.Module]) -> set[str]:
+    """Paths of modules that have forward hooks, or hold a module that has."""
+    found: set[str] = set()
+    for path, sub in submodules.items():
+        if sub._forward_hooks or sub._forward_pre_hooks or sub._backward_hooks or sub._backward_pre_hooks:
+            parts = path.split(".") if path else []
+            found.update(".".join(parts[:count]) for count in range(len(parts) + 1))
+    return found
+
+
+def _without_ambiguous(treatments: list[Treatment]) -> list[Treatment]:
+    """A replayed call is recognised by its module and position: drop those that share both."""
+    seen: dict[tuple[str, int], int] = {}
+    for treatment in treatments:
+        key = treatment.call.module_path, treatment.call.start
+        seen[key] = seen.get(key, 0) + 1
+    return [t for t in treatments if seen[t.call.module_path, t.call.start] == 1]
