@@ -1,0 +1,109 @@
+"""The strategy's options as a Hydra config, so that ``strategy: autopipe_h`` works in any Hydra application.
+
+`register_configs` is called by this package's Hydra plugin when a Hydra application starts. Its defaults list can
+then have the entry ``strategy: autopipe_h``, for options under ``strategy``, or ``strategy@trainer.strategy:
+autopipe_h``, for options under ``trainer.strategy``; instantiating that node gives the strategy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+CONFIG_GROUP = "strategy"
+CONFIG_NAME = "autopipe_h"
+# The same node under a name that an application's own strategy/autopipe_h.yaml does not hide, to build upon.
+SCHEMA_NAME = "autopipe_h_schema"
+
+
+@dataclass(kw_only=True)
+class AutoPipeConfig:
+    """What a user can set: the parameters of `lightning_autopipe.AutoPipeStrategy`, with its defaults.
+
+    ``"auto"`` is always accepted and means the best choice that is implemented. A value that is still to come is
+    refused with an error that says so.
+    """
+
+    _target_: str = "lightning_autopipe.AutoPipeStrategy"
+    _convert_: str = "all"
+
+    num_stages: int | str = "auto"
+    """Stages that the module is cut into, each with a process of its own. ``"auto"``: all processes, shared between the
+    replicas. More stages need less memory each, and more micro-batches to keep them busy."""
+
+    num_replicas: int | str = "auto"
+    """Copies of the pipeline, which share the data (data parallelism). ``"auto"``: 1, or the number of processes
+    divided by a given num_stages. ``num_stages * num_replicas`` is the number of processes."""
+
+    num_microbatches: int | str = "auto"
+    """Pieces that a replica's batch is split into along the batch dimension. ``"auto"``: four per stage, at most one
+    per sample. More of them leave stages idle for less time, but make each piece of work smaller. The result is the
+    same, except for modules with batch normalization, which see the statistics of a micro-batch."""
+
+    schedule: str = "auto"
+    """Order of the stages' forwards and backwards. ``"1f1b"`` (``"auto"``): backward as early as possible, so that a
+    stage keeps activations of at most as many micro-batches as there are stages. ``"gpipe"``: all forwards, then all
+    backwards; activations of all micro-batches are kept."""
+
+    partition: Any = "auto"
+    """How layers are shared between stages. ``"auto"``: contiguous runs of layers, with the floating-point work of
+    the largest as small as possible. A list of layer indices, such as ``[4, 8]``: those at which the second and later
+    stages begin."""
+
+    cut_after: list[str] | None = None
+    """Module paths after which to cut, such as ``["model.transformer.h.5"]``. None: the planner chooses. Only None is
+    accepted so far."""
+
+    plan: str | None = None
+    """A plan file (JSON) to run instead of planning anew; it decides stages, replicas, micro-batches, schedule and
+    partition. None: plan at start."""
+
+    cluster: str | None = None
+    """A file that describes servers, devices and links. None: all devices count as alike. Only None is accepted so
+    far."""
+
+    split_batch: Any = None
+    """Which parts of a batch are split along which dimension, where tracing cannot tell. None: traced. Only None is
+    accepted so far."""
+
+    loss_over: str = "microbatch"
+    """What the loss is computed over. ``"microbatch"``: each micro-batch, then the weighted mean, which equals the
+    loss of the whole batch where that is a mean over samples or tokens. Only ``"microbatch"`` is accepted so far."""
+
+    verify: bool | str = "auto"
+    """Whether to check, before training, that one micro-batch gives the same loss and gradients through all stages as
+    through the uncut module. ``"auto"``: where the module fits in memory. False: never. True is not accepted so far."""
+
+    gather_after_fit: bool = True
+    """Whether the module on rank 0 is made whole after ``fit``. False saves the memory; parameters of other stages then
+    have no values on rank 0, and only checkpoints hold them all."""
+
+    deferred_batch_norm: bool | str = False
+    """Whether batch normalization updates its running statistics once per batch instead of once per micro-batch. Only
+    False is accepted so far."""
+
+    shard_optimizer: bool | str = False
+    """Whether the replicas of a stage share its optimizer state. Only False is accepted so far."""
+
+    recompute: bool | str = "auto"
+    """Whether activations are computed again during backward to save memory. ``"auto"`` and False: no. True is not
+    accepted so far; a module's own ``torch.utils.checkpoint`` works."""
+
+    trace: str | None = None
+    """A file for a timeline of the run, to open in Perfetto. None: no timeline. Only None is accepted so far."""
+
+    process_group_backend: str | None = None
+    """Backend of torch.distributed, ``"gloo"`` or ``"nccl"``. None: NCCL on CUDA devices, else gloo."""
+
+    timeout: float = 1800.0
+    """Seconds that a process waits for another before the run fails. Shorter finds a lost process sooner, but must be
+    longer than the slowest step, checkpoint and start of a worker."""
+
+
+def register_configs() -> None:
+    """Put `AutoPipeConfig` into Hydra's config store as ``strategy/autopipe_h``; calling it again changes nothing."""
+    store = ConfigStore.instance()
+    for name in (CONFIG_NAME, SCHEMA_NAME):
+        store.store(group=CONFIG_GROUP, name=name, node=AutoPipeConfig, provider="lightning_autopipe")
