@@ -59,7 +59,9 @@ def _make_pl_strategy(**init_params: Any) -> Any:
     strategy = _make_lightning_strategy(**init_params)
     base = sys.modules["pytorch_lightning.strategies"].Strategy
     if not isinstance(strategy, base):
-        raise TypeError(
+        from lightning_autopipe.core.errors import ConfigurationError
+
+        raise ConfigurationError(
             f"strategy={STRATEGY_NAME!r} was given to pytorch_lightning.Trainer, but it is made for lightning.pytorch; "
             "import Trainer and LightningModule from lightning.pytorch (the same code under the package's newer name)"
         )

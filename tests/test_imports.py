@@ -27,8 +27,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "strategy": LOWER_LAYERS,
     "config": EVERYTHING,
     "cli": EVERYTHING,
-    # Only on use: _register loads the strategy when a Trainer asks for it.
-    "_register": ("strategy",),
+    # Only on use: _register loads them when a Trainer asks for the strategy.
+    "_register": ("core", "strategy"),
     "__init__": ("_register", "core", "strategy"),
 }
 WITHOUT_TORCH = ("core", "schedules", "planner", "visualization", "_register", "__init__")
