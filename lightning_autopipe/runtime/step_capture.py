@@ -1,0 +1,199 @@
+"""Captures of one module's steps: traces by shape, cut where the plan says."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.cuts import (
+    CutTable,
+    check_owners,
+    find_layers,
+    positions_from_keys,
+    positions_from_owners,
+)
+from lightning_autopipe.capture.proof import proven_program
+from lightning_autopipe.capture.records import CutKey, StepTrace
+from lightning_autopipe.capture.replay import StageProgram
+from lightning_autopipe.capture.trace import trace_step
+from lightning_autopipe.core.errors import PlanError
+
+_MAX_CAPTURES = 64
+
+
+@dataclass(slots=True, eq=False)
+class StepCapture:
+    """One traced step: its layers, and once a plan is known, where each stage begins and ends."""
+
+    trace: StepTrace
+    table: CutTable
+    bounds: tuple[int, ...]
+    programs: dict[int, StageProgram]
+
+
+class CaptureStore:
+    """Traces each kind of step once for every shape of its micro-batches, and cuts it by the plan.
+
+    The plan's first trace names the cuts and the owner of each parameter; other shapes and other steps (validation,
+    prediction) are cut at the places of the same names, or where the owners of the parameters they use allow it.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self.tracing = False
+        self.num_stages = 1
+        self.cut_keys: tuple[CutKey, ...] = ()
+        self.owners: dict[str, frozenset[int]] = {}
+        self._captures: OrderedDict[Hashable, StepCapture] = OrderedDict()
+
+    def trace(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StepTrace, CutTable]:
+        """Trace a step and find its layers.
+
+        Raises:
+            CaptureError: the step cannot be traced.
+        """
+        with self._tracing():
+            trace = trace_step(self.module, getattr(self.module, step_name), args, kwargs, step_name=step_name)
+        table = CutTable(trace)
+        trace.layers = find_layers(trace, table)
+        return trace, table
+
+    def set_cuts(self, trace: StepTrace, cut_points: Sequence[int]) -> None:
+        """Fix the cuts by the layers of the planning trace, and with them the owner of every parameter."""
+        self.num_stages = len(cut_points) + 1
+        self.cut_keys = tuple(trace.layers[index].key for index in cut_points)
+        positions = [trace.layers[index].start for index in cut_points]
+        bounds = [0, *positions, len(trace.operations)]
+        owners: dict[str, set[int]] = {}
+        for stage_index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            for op in trace.operations[start:stop]:
+                for name in (*op.parameters, *op.buffers):
+                    owners.setdefault(name, set()).add(stage_index)
+        self.owners = {name: frozenset(stages) for name, stages in owners.items()}
+        self._captures.clear()
+
+    def clear(self) -> None:
+        """Forget all traces: the module's parameters are other objects now."""
+        self._captures.clear()
+
+    def capture(self, key: Hashable, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepCapture:
+        """Give the capture for this key, tracing on `args` where it is new."""
+        known = self._captures.get(key)
+        if known is not None:
+            self._captures.move_to_end(key)
+            return known
+        trace, table = self.trace(step_name, args, kwargs)
+        bounds = (0, *self._locate(trace, table, step_name), len(trace.operations))
+        capture = StepCapture(trace, table, bounds, {})
+        self._captures[key] = capture
+        if len(self._captures) > _MAX_CAPTURES:
+            self._captures.popitem(last=False)
+        return capture
+
+    def program(
+        self,
+        capture: StepCapture,
+        stage_index: int,
+        step_name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> StageProgram:
+        """Give a stage's program of a capture, with stubs proven on `args` the first time."""
+        program = capture.programs.get(stage_index)
+        if program is None:
+            is_last = stage_index == self.num_stages - 1
+            with self._tracing():
+                program = proven_program(
+                    capture.trace,
+                    capture.table,
+                    self.module,
+                    getattr(self.module, step_name),
+                    args,
+                    kwargs,
+                    start=capture.bounds[stage_index],
+                    stop=None if is_last else capture.bounds[stage_index + 1],
+                    device=self.device,
+                )
+            capture.programs[stage_index] = program
+        return program
+
+    def _locate(self, trace: StepTrace, table: CutTable, step_name: str) -> list[int]:
+        positions = positions_from_keys(trace, table, self.cut_keys)
+        last_stage = self.num_stages - 1
+        if positions is not None:
+            bounds = [0, *positions, len(trace.operations)]
+            if check_owners(trace, bounds, self.owners, last_stage):
+                return positions
+        return positions_from_owners(trace, table, self.owners, self.num_stages, step_name)
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        before, self.tracing = self.tracing, True
+        try:
+            yield
+        finally:
+            self.tracing = before
+
+
+def shape_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
+    """Give what the path of a step may depend on in its arguments: shapes, dtypes and the structure around them.
+
+    Values do not count, and neither does the batch index; the index of a loader does.
+    """
+    leaves: list[Hashable] = []
+    for path, leaf in tree.walk((args[:1], args[2:], dict(kwargs))):
+        if isinstance(leaf, Tensor):
+            leaves.append((path, tuple(leaf.shape), leaf.dtype))
+        elif leaf is None or isinstance(leaf, bool):
+            leaves.append((path, leaf))
+        elif path[0] != 0 and path[-1] != "batch_idx" and isinstance(leaf, int):
+            leaves.append((path, leaf))
+        else:
+            leaves.append((path, type(leaf)))
+    return tuple(leaves)
+
+
+def state_key(module: nn.Module) -> Hashable:
+    """Give what the path of a step may depend on besides its arguments: modes and flags."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        tuple(p.requires_grad for p in module.parameters()),
+        tuple(sub.training for sub in module.modules()),
+    )
+
+
+def module_fingerprint(module: nn.Module) -> str:
+    """Identify a module by the names, shapes, dtypes and ties of its parameters."""
+    first_name: dict[int, str] = {}
+    lines = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        tied_to = first_name.setdefault(id(parameter), name)
+        lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {tied_to}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def require_same_layers(trace: StepTrace, names: Sequence[str]) -> None:
+    """Check that a plan's layers are the module's.
+
+    Raises:
+        PlanError: they differ.
+    """
+    own = [str(layer.key) for layer in trace.layers]
+    if list(names) != own:
+        difference = next((f"{a} against {b}" for a, b in zip(names, own, strict=False) if a != b), "their number")
+        raise PlanError(
+            f"The plan's {len(names)} layers are not those of this module's step ({len(own)} layers; first difference: "
+            f"{difference}). Make a new plan, or leave plan= unset."
+        )
