@@ -35,7 +35,7 @@ class AbsentTensor(torch.Tensor):
     def __new__(
         cls, meta: torch.Tensor, device: torch.device, requires_grad: bool = False, home: str = "another stage"
     ) -> AbsentTensor:
-        result: AbsentTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        result: AbsentTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
@@ -49,22 +49,24 @@ class AbsentTensor(torch.Tensor):
         result.home = home
         return result
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not _computing_shapes and func not in _SHAPELESS:
             raise _value_needed(func, args, kwargs)
         return _run_on_meta(func, args, kwargs)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', at={self.home})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         copied = AbsentTensor(self.meta.clone(), self.device, self.requires_grad, self.home)
         if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True  # type: ignore[attr-defined]
+            copied._is_param = True
         memo[id(self)] = copied
         return copied
 
@@ -78,10 +80,10 @@ class AbsentTensor(torch.Tensor):
 _SHAPELESS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten._to_copy.default})
 
 
-def absent_like(tensor: torch.Tensor, home: str = "another stage") -> AbsentTensor:
-    """Give an absent tensor with the geometry, dtype, device and `requires_grad` of `tensor`."""
+def absent_like(tensor: torch.Tensor, home: str, device: torch.device) -> AbsentTensor:
+    """Give an absent tensor with the geometry and dtype of `tensor`, said to be on `device`."""
     meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
-    return AbsentTensor(meta, tensor.device, tensor.requires_grad, home)
+    return AbsentTensor(meta, device, home=home)
 
 
 def is_absent(obj: Any) -> bool:

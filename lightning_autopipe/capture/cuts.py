@@ -133,9 +133,7 @@ def _join_negligible(trace: StepTrace, bounds: list[int]) -> list[int]:
         names = {name for op in trace.operations[start:stop] for name in op.parameters}
         flops = sum(op.flops for op in trace.operations[start:stop])
         elements = sum(sizes[name] for name in names)
-        return not names or (
-            flops < _NEGLIGIBLE_SHARE * total_flops and elements < _NEGLIGIBLE_SHARE * total_elements
-        )
+        return not names or (flops < _NEGLIGIBLE_SHARE * total_flops and elements < _NEGLIGIBLE_SHARE * total_elements)
 
     kept = [0]
     for bound in bounds[1:]:
@@ -198,9 +196,7 @@ def positions_from_owners(
     came_from: list[list[int]] = []
     for stage_index in range(num_stages):
         allowed = [
-            all(
-                stage_index in owners.get(name, frozenset({last_stage})) for name in (*op.parameters, *op.buffers)
-            )
+            all(stage_index in owners.get(name, frozenset({last_stage})) for name in (*op.parameters, *op.buffers))
             for op in trace.operations
         ]
         reached: list[float] = [math.inf] * num_positions
@@ -211,7 +207,9 @@ def positions_from_owners(
                 start, start_cost = -1, math.inf
             if best[position] < start_cost:
                 start, start_cost = position, best[position]
-            ending = cost[position] if stage_index < last_stage else (0.0 if position == num_positions - 1 else math.inf)
+            ending = (
+                cost[position] if stage_index < last_stage else (0.0 if position == num_positions - 1 else math.inf)
+            )
             if start_cost + ending < math.inf:
                 reached[position] = start_cost + ending
                 source[position] = start

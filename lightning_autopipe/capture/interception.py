@@ -36,6 +36,10 @@ class OperationMode(TorchFunctionMode):
         """Handle one call; `run(*args, **kwargs)` executes it."""
         raise NotImplementedError
 
+    def counted_call(self, function: Callable[..., None], inputs: tuple[torch.Tensor, ...]) -> None:
+        """Run a call with side effects on the one stage that owns `inputs`."""
+        raise NotImplementedError
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.is_paused:
             return func(*args, **(kwargs or {}))
@@ -50,7 +54,7 @@ class OperationMode(TorchFunctionMode):
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         _current.mode = self._outer
         if self._outer is None:
             del _FunctionBase.apply
@@ -84,8 +88,3 @@ def _apply_custom_function(cls: Any, *args: Any) -> Any:
             return original(*run_args)
 
     return mode.operation(cls, args, {}, run)
-
-
-def is_custom_function(function: Any) -> bool:
-    """Tell whether `function` is a `torch.autograd.Function` class."""
-    return isinstance(function, type) and issubclass(function, torch.autograd.Function)

@@ -71,8 +71,8 @@ def num_terms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     target = args[1] if len(args) > 1 else kwargs["target"]
     if len(args) > 2 and function not in (F.gaussian_nll_loss,):
         return None
-    count = torch.broadcast_shapes(input_.shape, target.shape).numel()
-    return torch.tensor(float(count), dtype=torch.float64, device=input_.device)
+    shape = torch.broadcast_shapes(input_.shape, target.shape)  # type: ignore[no-untyped-call]
+    return torch.tensor(float(shape.numel()), dtype=torch.float64, device=input_.device)
 
 
 def ignores_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -81,7 +81,7 @@ def ignores_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _num_targets(
-    input: Tensor,  # noqa: A002 - torch's own name, so that keyword calls bind
+    input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
     size_average: Any = None,

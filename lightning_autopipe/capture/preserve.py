@@ -20,14 +20,14 @@ _MAX_CONTAINER = 100_000
 _MODULE_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
-class DispatchObserver(TorchDispatchMode):
+class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every ATen operation: which tensors it writes, whether it draws random numbers, how much work it is.
 
     The content of each real tensor is saved before its first write, so that :meth:`undo` can put it back.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.begin()
 
@@ -95,7 +95,7 @@ class PreservedState:
         self.observer = DispatchObserver()
         self._attributes = [(sub, dict(sub.__dict__)) for sub in module.modules()]
         self._containers: dict[int, tuple[Any, Any]] = {}
-        for sub, attributes in self._attributes:
+        for _, attributes in self._attributes:
             for name, value in attributes.items():
                 self._note(value, deep=name not in _MODULE_REGISTRIES)
 
@@ -147,7 +147,7 @@ def _same_items(value: Any, copy: Any) -> bool:
 @contextlib.contextmanager
 def preserved_random_state() -> Iterator[None]:
     """Leave the random state of torch (CPU and initialised CUDA devices), Python and NumPy as it was."""
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     states = torch.get_rng_state(), torch.cuda.get_rng_state_all() if cuda else None
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")

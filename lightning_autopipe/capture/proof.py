@@ -39,9 +39,7 @@ def proven_program(
     """
     refused: frozenset[tuple[str, int]] = frozenset()
     for _ in range(_MAX_ATTEMPTS):
-        program = StageProgram(
-            trace, table, module, start=start, stop=stop, device=device, refused_stubs=refused
-        )
+        program = StageProgram(trace, table, module, start=start, stop=stop, device=device, refused_stubs=refused)
         stubs = [t.call for t in program.treatments if t.is_stub]
         if not stubs:
             return program
@@ -98,12 +96,17 @@ class _Proof(_Replay):
                 constants.append(leaf)
             elif isinstance(leaf, AbsentTensor) and id(leaf) in self.index_of:
                 reads.append(self.index_of[id(leaf)])
-        recorded = [v for v in op.reads if not self.trace.values[v].in_arguments and self.trace.values[v].slot is not None]
+        recorded = [
+            v for v in op.reads if not self.trace.values[v].in_arguments and self.trace.values[v].slot is not None
+        ]
         same_reads = [v for v in dict.fromkeys(reads) if v in op.reads] == recorded and set(reads) <= set(op.reads)
         if not same_reads or not _same_constants(constants, op.constants):
             self.position = op.index
             raise CaptureError(f"operation {op.index} ({op.name}) has other inputs than when it was traced")
         return super()._skip(op, args, kwargs)
+
+    def _call(self, function: Callable[..., None]) -> None:
+        pass  # nothing may have an effect
 
 
 _NO_DRAWS = DrawKey(seed=0, step=0, replica_index=0, microbatch_index=0)

@@ -12,6 +12,12 @@ from lightning_autopipe.capture.absent import AbsentTensor
 from lightning_autopipe.capture.tree import LeafPath, walk
 
 
+def function_name(function: Any) -> str:
+    """Give a readable name of a torch function, or of a custom autograd function (a class)."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None) or str(function)
+    return f"{name}.apply" if isinstance(function, type) else str(name)
+
+
 class ValueIndex(int):
     """The index of a value, in the place of its tensor in a recorded result."""
 
@@ -74,7 +80,7 @@ class Operation:
     @property
     def name(self) -> str:
         """Readable name of the function."""
-        return getattr(self.function, "__qualname__", None) or getattr(self.function, "__name__", repr(self.function))
+        return function_name(self.function)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +108,7 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True)
 class CutKey:
-    """Where a position lies in the user's terms, the same in traces of other shapes: `offset` operations into a call."""
+    """Where a position lies in the user's terms, in traces of all shapes: `offset` operations into a call."""
 
     module_path: str
     call_index: int
@@ -131,7 +137,8 @@ class StepTrace:
     """The record of one run of a step on shapes.
 
     `end_reason` is None when the step returned; otherwise why the trace ended early (after the last parameter's use).
-    `used_at_end` are the values in what the step returned.
+    `used_at_end` are the values in what the step returned; `inputs_read` the `id`s of the batch
+    tensors that it computed with.
     """
 
     operations: list[Operation]
@@ -144,6 +151,7 @@ class StepTrace:
     modules_changed: bool
     parameter_elements: dict[str, int]
     state_names: dict[int, str]
+    inputs_read: frozenset[int]
     layers: tuple[Layer, ...] = ()
     seconds: float = 0.0
 
@@ -156,7 +164,7 @@ class StepTrace:
         return None
 
     def key_of(self, position: int, stop: int) -> CutKey:
-        """Name `position`, where a layer that ends at `stop` begins: the largest call inside the layer, or an offset."""
+        """Name `position`, where a layer that ends at `stop` begins: by a call inside the layer or an offset."""
         innermost = self.calls[0]
         for call in self.calls:  # in the order in which they began: outer calls come first
             if call.start == position < call.stop <= stop:

@@ -23,7 +23,7 @@ from lightning_autopipe.core.errors import CaptureError
 _TAG = "_autopipe_terms"  # on each activation that a stage computed: None, or the number of terms of a mean loss
 
 
-class StageExit(BaseException):  # noqa: N818 - no error: how a stage leaves the user's step at its last cut
+class StageExit(BaseException):
     """Raised through the user's code at a stage's end; holds nothing, so that no frame keeps a tensor alive."""
 
 
@@ -73,6 +73,7 @@ class StageProgram:
             if layer.has_random and layer.stop > start and layer.start < self.stop
         }
         self.state_ids = frozenset(trace.state_names)
+        self.parameter_names = frozenset(n for op in trace.operations[start : self.stop] for n in op.parameters)
         self.treatments: list[Any] = []
         if use_treatments:
             self.treatments = choose_treatments(
@@ -98,9 +99,7 @@ class StageProgram:
             shown = {*op.made.values(), *(v for _, v in op.written_arguments)}
             if op.aliases:
                 shown.update(op.reads)
-            if shown & sent or op.function == "counted_call":
-                watched.add(op.index)
-            elif self.is_last and op.is_mean_loss:
+            if shown & sent or op.function == "counted_call" or (self.is_last and op.is_mean_loss):
                 watched.add(op.index)
         for position in self.layer_of_start:
             if self.start < position < self.stop:
@@ -257,16 +256,18 @@ class _Replay(OperationMode):
             if position < self.num_operations and self.operations[position].function == "counted_call":
                 self.position = position + 1
                 if position >= self.start:
-                    with self.paused():
-                        function()
+                    self._call(function)
                 self._arrive()
                 return
-            if not (position >= self.start and self.program.is_last):
-                raise self._mismatch(f"operation {position} was {self.operations[position].name}, now a value is logged")
-        if self.program.is_last and self.position >= self.start:
-            with self.paused():
-                function()
-        elif self.is_paused:
+            if position < self.start or not self.program.is_last:
+                raise self._mismatch(
+                    f"operation {position} was {self.operations[position].name}, now a value is logged"
+                )
+        if self.program.is_last or self.is_paused:
+            self._call(function)
+
+    def _call(self, function: Callable[..., None]) -> None:
+        with self.paused():
             function()
 
     def _takes_activation(self, objects: Sequence[Any]) -> bool:

@@ -21,14 +21,26 @@ from lightning_autopipe.capture.absent import (
     computing_shapes,
     is_absent,
 )
-from lightning_autopipe.capture.interception import OperationMode, is_custom_function
+from lightning_autopipe.capture.interception import OperationMode
 from lightning_autopipe.capture.losses import MEAN_LOSSES
 from lightning_autopipe.capture.preserve import DispatchObserver, preserved_state
-from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, Value, ValueIndex
+from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, Value, ValueIndex, function_name
 from lightning_autopipe.core.errors import CaptureError
 
 # Functions that give no tensor and write none, and still must run on one stage only.
 _SIDE_EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook})
+_METADATA = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.__len__,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        Tensor.stride,
+        Tensor.is_contiguous,
+    }
+    | {getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim", "is_cuda", "requires_grad")}
+)
 _META = torch.device("meta")
 _TORCH_CHECKPOINT = "torch/utils/checkpoint.py"
 _OWN_CODE = ("lightning_autopipe/capture/", "torch/", "lightning/pytorch/", "pytorch_lightning/", "torchmetrics/")
@@ -83,6 +95,7 @@ class _Tracer(OperationMode):
         self._activation_storages: dict[int, int] = {}  # real storage -> position of its first write
         self._regions: list[FrameType] = []
         self._call: ModuleCall | None = None
+        self._inputs_read: dict[int, Tensor] = {}
         self._observer = DispatchObserver()
         self._next_call: dict[str, int] = {}
 
@@ -119,6 +132,7 @@ class _Tracer(OperationMode):
             modules_changed=changed,
             parameter_elements={name: p.numel() for name, p in self.module.named_parameters()},
             state_names=self.state_names,
+            inputs_read=frozenset(self._inputs_read),
         )
 
     def _explain_end(self, error: Exception) -> str:
@@ -200,7 +214,7 @@ class _Tracer(OperationMode):
         for path, tensor in found:
             if is_absent(tensor) and self._index_of(tensor) is None and id(tensor) not in self.state_names:
                 raise CaptureError(
-                    f"{_name(function)} in {self._module_path() or self.step_name} takes a tensor of shape "
+                    f"{function_name(function)} in {self._module_path() or self.step_name} takes a tensor of shape "
                     f"{tuple(tensor.shape)} whose origin the trace did not see (argument {path}): it was made inside "
                     "TorchScript, vmap or a compiled function, or kept from an earlier step."
                 )
@@ -225,7 +239,9 @@ class _Tracer(OperationMode):
 
     def counted_call(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
         """Record a call with side effects (a logged value) as an operation that belongs to one stage."""
-        found = [((0, index), tensor) for index, tensor in enumerate(inputs) if self._is_activation(tensor)]
+        found: list[tuple[tree.LeafPath, Tensor]] = [
+            ((0, index), tensor) for index, tensor in enumerate(inputs) if self._is_activation(tensor)
+        ]
         if found:
             self._observer.begin()
             self._record("counted_call", inputs, {}, found, None, set())
@@ -270,6 +286,7 @@ class _Tracer(OperationMode):
             return original
 
         visible = tree.map_leaves(keep, result)
+        self._note_inputs(found)
         self.operations.append(
             Operation(
                 index=position,
@@ -299,6 +316,8 @@ class _Tracer(OperationMode):
         self._observer.begin()
         result = run(*args, **kwargs)
         self._written_storages()
+        if function not in _METADATA:
+            self._note_inputs(list(tree.tensors((args, kwargs))))
         if self._observer.is_random:
             self.draw_functions.add(function)
             call = self._call
@@ -306,6 +325,11 @@ class _Tracer(OperationMode):
                 call.num_free_draws += 1
                 call = call.parent
         return result
+
+    def _note_inputs(self, found: list[tuple[tree.LeafPath, Tensor]]) -> None:
+        for _, tensor in found:
+            if not is_absent(tensor) and id(tensor) not in self.state_names:
+                self._inputs_read[id(tensor)] = tensor
 
     # ----- values and storages
 
@@ -439,12 +463,12 @@ def _storage_key(tensor: Tensor) -> int:
     if is_absent(tensor) or tensor.layout is not torch.strided:
         return -id(tensor)
     with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
 
 
 def _cdata(meta: Tensor) -> int:
     with torch._C.DisableTorchFunction():
-        return meta.untyped_storage()._cdata
+        return int(meta.untyped_storage()._cdata)
 
 
 def _meta_key(tensor: AbsentTensor) -> int:
@@ -453,12 +477,6 @@ def _meta_key(tensor: AbsentTensor) -> int:
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(leaf for _, leaf in tree.walk((args, kwargs)) if not isinstance(leaf, Tensor))
-
-
-def _name(function: Any) -> str:
-    if is_custom_function(function):
-        return f"{function.__name__}.apply"
-    return getattr(function, "__qualname__", None) or getattr(function, "__name__", str(function))
 
 
 def _python_random_state() -> Any:

@@ -81,7 +81,7 @@ def choose_treatments(
 
 
 class _EscapeCheck:
-    """Tells whether a call makes a value that is used after it and that it does not return (a list, a hook's capture)."""
+    """Tells whether a call makes a value that is used after it and not returned (a list, a hook's capture)."""
 
     def __init__(self, trace: StepTrace) -> None:
         self._by_maker: dict[int, list[tuple[int, int]]] = {}

@@ -58,7 +58,7 @@ def map_leaves(function: Callable[[LeafPath, Any], Any], obj: Any, path: LeafPat
     if not is_container(obj):
         return function(path, obj)
     new = {key: map_leaves(function, value, (*path, key)) for key, value in children(obj)}
-    return _rebuild(obj, new)
+    return rebuild(obj, new)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], obj: Any) -> Any:
@@ -70,13 +70,14 @@ def get(obj: Any, path: LeafPath) -> Any:
     """Give the leaf at `path`."""
     for key in path:
         if isinstance(obj, (Mapping, list, tuple)):
-            obj = obj[key]  # type: ignore[call-overload,index]
+            obj = obj[key]  # type: ignore[index]
         else:
             obj = getattr(obj, str(key))
     return obj
 
 
-def _rebuild(obj: Any, new: dict[Any, Any]) -> Any:
+def rebuild(obj: Any, new: dict[Any, Any]) -> Any:
+    """Give a container like `obj` with other children."""
     if isinstance(obj, slice):
         return slice(new["start"], new["stop"], new["step"])
     if isinstance(obj, (list, tuple)):

@@ -154,9 +154,11 @@ def shape_key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
     for path, leaf in tree.walk((args[:1], args[2:], dict(kwargs))):
         if isinstance(leaf, Tensor):
             leaves.append((path, tuple(leaf.shape), leaf.dtype))
-        elif leaf is None or isinstance(leaf, bool):
-            leaves.append((path, leaf))
-        elif path[0] != 0 and path[-1] != "batch_idx" and isinstance(leaf, int):
+        elif (
+            leaf is None
+            or isinstance(leaf, bool)
+            or (path[0] != 0 and path[-1] != "batch_idx" and isinstance(leaf, int))
+        ):
             leaves.append((path, leaf))
         else:
             leaves.append((path, type(leaf)))

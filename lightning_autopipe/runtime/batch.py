@@ -1,0 +1,227 @@
+"""Splitting a batch into micro-batches: which leaves, along which dimension, into which sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autopipe.capture import tree
+from lightning_autopipe.core.errors import BatchError
+
+# Tells whether the step runs on these arguments, and which tensors' values it reads (their `id`s); None where it fails.
+Probe = Callable[[Any], "frozenset[int] | None"]
+_SCALARS = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSplit:
+    """For each leaf that is split, its dimension; all other leaves go whole to every micro-batch."""
+
+    dims: Mapping[tree.LeafPath, int]
+
+    def batch_size(self, batch: Any) -> int:
+        """Give the number of samples of a batch, 1 where nothing is split.
+
+        Raises:
+            BatchError: the split leaves disagree.
+        """
+        sizes = {path: _size(tree.get(batch, path), dim) for path, dim in self.dims.items()}
+        if len(set(sizes.values())) > 1:
+            told = ", ".join(f"{_told(path)}: {size}" for path, size in sizes.items())
+            raise BatchError(
+                f"The batch's leaves have different numbers of samples ({told}). Each must have one entry a sample; "
+                "name the leaves that are no samples with split_batch={...: None}."
+            )
+        return next(iter(sizes.values()), 1)
+
+    def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
+        """Give one batch for each size; the sizes sum up to the batch size. Tensors are views."""
+        if len(sizes) == 1:
+            return [batch]
+        pieces = {path: _split_leaf(tree.get(batch, path), dim, sizes) for path, dim in self.dims.items()}
+        return [_replace(batch, {path: piece[index] for path, piece in pieces.items()}) for index in range(len(sizes))]
+
+
+def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    """Give sizes as even as they can be, larger ones first; fewer micro-batches where there are fewer samples."""
+    count = max(1, min(num_microbatches, batch_size))
+    base, larger = divmod(batch_size, count)
+    return tuple(base + 1 if index < larger else base for index in range(count))
+
+
+def structure_of(batch: Any) -> tuple[Any, ...]:
+    """Give what must be equal for two batches to be split alike: the leaves and their numbers of dimensions."""
+    return tuple((path, leaf.dim() if isinstance(leaf, Tensor) else None) for path, leaf in _units(batch))
+
+
+def find_split(batch: Any, probe: Probe, *, given: Mapping[str, int | None] | None = None) -> BatchSplit:
+    """Find out how a batch is split, by running the step on shapes with another number of samples.
+
+    Each leading size that occurs is tried as the batch size; the step must run with exactly one of them. A leaf whose
+    size equals the batch size by chance (class weights, a square mask) makes the step fail when it is split, or run
+    either way: then only the user can tell.
+
+    Args:
+        batch: the step's arguments with the first batch, as `(args, kwargs)`.
+        probe: runs the step on shapes.
+        given: the user's `split_batch`, by leaf path joined with dots.
+
+    Raises:
+        BatchError: no way or more than one way to split the batch keeps the step running.
+    """
+    units = dict(_units(batch))
+    for path, leaf in units.items():
+        if not isinstance(leaf, (Tensor, list, *_SCALARS)):
+            raise BatchError(
+                f"The batch holds a {type(leaf).__name__} at {_told(path)}, which cannot be split into micro-batches. "
+                "Use tensors, lists, tuples, mappings or dataclasses, or set num_microbatches=1."
+            )
+    chosen = _from_user(units, given)
+    if chosen is not None:
+        return chosen
+    candidates = _candidates(units)
+    if not candidates:
+        return BatchSplit(dims={})
+    running = [split for split in candidates if _runs(batch, units, split, probe) is not None]
+    if not running:  # one leaf may equal the batch size by chance
+        without_one = [
+            BatchSplit(dims={p: d for p, d in split.dims.items() if p != path})
+            for split in candidates
+            for path in split.dims
+            if len(split.dims) > 1
+        ]
+        running = [split for split in without_one if _runs(batch, units, split, probe) is not None]
+    if len(running) != 1:
+        raise BatchError(_explain(units, running))
+    _refuse_ambiguous(batch, units, running[0], probe)
+    return running[0]
+
+
+def assume_split(batch: Any) -> BatchSplit:
+    """Give the likely split of a batch that stays whole, where only the number of samples matters."""
+    candidates = _candidates(dict(_units(batch)))
+    return candidates[0] if candidates else BatchSplit(dims={})
+
+
+def _refuse_ambiguous(batch: Any, units: Mapping[tree.LeafPath, Any], split: BatchSplit, probe: Probe) -> None:
+    for path in split.dims if len(split.dims) > 1 else ():
+        whole = BatchSplit(dims={p: d for p, d in split.dims.items() if p != path})
+        read = _runs(batch, units, whole, probe)
+        leaf = units[path]
+        if read is not None and isinstance(leaf, Tensor) and id(leaf) in read:
+            raise BatchError(
+                f"The step runs whether the batch's leaf {_told(path)} of shape {tuple(leaf.shape)} is split into "
+                f"micro-batches or not, so its meaning cannot be told from shapes. Say it: split_batch="
+                f"{{{_told(path)!r}: {split.dims[path]}}} if it has one entry a sample, "
+                f"split_batch={{{_told(path)!r}: None}} if not."
+            )
+
+
+def _runs(batch: Any, units: Mapping[tree.LeafPath, Any], split: BatchSplit, probe: Probe) -> frozenset[int] | None:
+    """Run the step with a number of samples that no other dimension has."""
+    taken = {size for leaf in units.values() if isinstance(leaf, Tensor) for size in leaf.shape}
+    num_samples = next(n for n in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31) if n not in taken) if taken else 3
+    resized = {path: _resize(units[path], dim, num_samples) for path, dim in split.dims.items()}
+    return probe(_replace(batch, resized))
+
+
+def _from_user(units: Mapping[tree.LeafPath, Any], given: Mapping[str, int | None] | None) -> BatchSplit | None:
+    if not given:
+        return None
+    by_name = {_told(path): path for path in units}
+    unknown = sorted(set(given) - set(by_name))
+    if unknown:
+        raise BatchError(f"split_batch names {unknown}, but the batch has {sorted(by_name)}.")
+    dims: dict[tree.LeafPath, int] = {}
+    told = {by_name[name]: dim for name, dim in given.items()}
+    sizes = Counter(_size(units[p], d) for p, d in told.items() if d is not None) or _leading_sizes(units)
+    batch_size = sizes.most_common(1)[0][0] if sizes else 1
+    for path, leaf in units.items():
+        if path in told:
+            dim = told[path]
+            if dim is not None:
+                dims[path] = dim
+        elif _is_splittable(leaf, 0) and _size(leaf, 0) == batch_size:
+            dims[path] = 0
+    return BatchSplit(dims=dims)
+
+
+def _candidates(units: Mapping[tree.LeafPath, Any]) -> list[BatchSplit]:
+    """One way to split for each leading size: leaves of that size by it, others by their second dimension if equal."""
+    splits = []
+    for size, _ in _leading_sizes(units).most_common():
+        dims: dict[tree.LeafPath, int] = {}
+        for path, leaf in units.items():
+            dim = next((d for d in (0, 1) if _is_splittable(leaf, d) and _size(leaf, d) == size), None)
+            if dim is not None:
+                dims[path] = dim
+        splits.append(BatchSplit(dims=dims))
+    return splits
+
+
+def _leading_sizes(units: Mapping[tree.LeafPath, Any]) -> Counter[int]:
+    return Counter(_size(leaf, 0) for leaf in units.values() if isinstance(leaf, Tensor) and leaf.dim() > 0)
+
+
+def _units(batch: Any, path: tree.LeafPath = ()) -> list[tuple[tree.LeafPath, Any]]:
+    """Leaves of a batch, where a list of plain values (strings, numbers) counts as one leaf."""
+    if isinstance(batch, list) and batch and all(isinstance(item, _SCALARS) for item in batch):
+        return [(path, batch)]
+    if not tree.is_container(batch):
+        return [(path, batch)]
+    return [unit for key, child in tree.children(batch) for unit in _units(child, (*path, key))]
+
+
+def _is_splittable(leaf: Any, dim: int) -> bool:
+    return (isinstance(leaf, Tensor) and leaf.dim() > dim) or (isinstance(leaf, list) and dim == 0)
+
+
+def _size(leaf: Any, dim: int) -> int:
+    return len(leaf) if isinstance(leaf, list) else int(leaf.shape[dim])
+
+
+def _split_leaf(leaf: Any, dim: int, sizes: Sequence[int]) -> Sequence[Any]:
+    if isinstance(leaf, Tensor):
+        return torch.split(leaf, list(sizes), dim)
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _resize(leaf: Any, dim: int, num_samples: int) -> Any:
+    indices = [index % max(_size(leaf, dim), 1) for index in range(num_samples)]
+    if isinstance(leaf, Tensor):
+        return leaf.index_select(dim, torch.tensor(indices, device=leaf.device))
+    return [leaf[index] for index in indices]
+
+
+def _replace(batch: Any, new: Mapping[tree.LeafPath, Any], path: tree.LeafPath = ()) -> Any:
+    if path in new:
+        return new[path]
+    if not tree.is_container(batch) or not any(known[: len(path)] == path for known in new):
+        return batch
+    return tree.rebuild(batch, {key: _replace(child, new, (*path, key)) for key, child in tree.children(batch)})
+
+
+def _told(path: tree.LeafPath) -> str:
+    """Name a leaf as the user sees it: paths begin with the place of the batch among the step's arguments."""
+    return ".".join(str(key) for key in path[2:]) or "<batch>"
+
+
+def _explain(units: Mapping[tree.LeafPath, Any], running: Sequence[BatchSplit]) -> str:
+    leaves = ", ".join(f"{_told(p)}: {tuple(leaf.shape)}" for p, leaf in units.items() if isinstance(leaf, Tensor))
+    if not running:
+        return (
+            f"The batch ({leaves}) cannot be split into micro-batches: the step fails on shapes with any other number "
+            "of samples. Say which leaves have one entry a sample with split_batch={leaf: dimension or None}, or set "
+            "num_microbatches=1."
+        )
+    ways = " or ".join("{" + ", ".join(f"{_told(p)!r}: {d}" for p, d in s.dims.items()) + "}" for s in running)
+    return (
+        f"The batch ({leaves}) can be split into micro-batches in more than one way: {ways}. Say which with "
+        "split_batch={leaf: dimension or None}."
+    )

@@ -1,0 +1,340 @@
+"""A LightningModule as a pipeline: splits a batch, replays the step's stages, runs the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.draws import DrawKey
+from lightning_autopipe.capture.interception import current
+from lightning_autopipe.capture.preserve import preserved_random_state
+from lightning_autopipe.capture.records import StepTrace
+from lightning_autopipe.capture.replay import terms_of
+from lightning_autopipe.core.errors import CaptureError, PlanError
+from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.core.profile import LayerProfile, ModelProfile
+from lightning_autopipe.core.schedule import Schedule
+from lightning_autopipe.runtime.batch import BatchSplit, assume_split, find_split, microbatch_sizes, structure_of
+from lightning_autopipe.runtime.executor import StageExecutor
+from lightning_autopipe.runtime.in_process import InProcessPipeline
+from lightning_autopipe.runtime.loss import weighted_loss
+from lightning_autopipe.runtime.placement import fill_parameters, release_parameters
+from lightning_autopipe.runtime.stage import StageForward, StageOutput
+from lightning_autopipe.runtime.step_capture import (
+    CaptureStore,
+    module_fingerprint,
+    require_same_layers,
+    shape_key,
+    state_key,
+)
+from lightning_autopipe.runtime.transport import Transport
+
+
+@dataclass(slots=True, kw_only=True)
+class StepOutcome:
+    """What one step of one replica gave; all but `sizes` on the last stage only.
+
+    `weights` are 0-dim float64 tensors: the weight of each micro-batch's loss. `losses` are 0-dim and detached.
+    """
+
+    sizes: tuple[int, ...]
+    outputs: list[Any] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+
+class Pipeline:
+    """One module's steps, cut into stages.
+
+    With a transport it runs the stage of `global_rank`; without one it runs all stages in this process. A step's
+    gradients are those of `sum(weight * loss)` over the replica's micro-batches: the caller divides by the total weight
+    over all replicas, and sums over replicas.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        layout: ParallelLayout,
+        global_rank: int,
+        transport: Transport | None,
+        num_microbatches: int,
+        make_schedule: Callable[[str, int, int], Schedule],
+        schedule_name: str = "1f1b",
+        seed: int = 0,
+        device: torch.device | None = None,
+        split_batch: Mapping[str, int | None] | None = None,
+    ) -> None:
+        self.module = module
+        self.layout = layout
+        self.num_stages = layout.num_stages
+        self.stage_index = layout.stage_index(global_rank)
+        self.replica_index = layout.replica_index(global_rank)
+        self.num_microbatches = num_microbatches
+        self.seed = seed
+        self.device = device or torch.device("cpu")
+        self.microbatch_index = 0
+        self.module_fingerprint = module_fingerprint(module)
+        self._make_schedule = make_schedule
+        self._schedule_name = schedule_name
+        self._split_batch = split_batch
+        self._splits: dict[Hashable, BatchSplit] = {}
+        self._store = CaptureStore(module, self.device)
+        self._planning_trace: StepTrace | None = None
+        self._first_name = _first_names(module)
+        self._transport = transport
+        self._is_local = transport is None
+        if transport is None:
+            self._local = InProcessPipeline(layout.num_stages)
+        else:
+            self._executor = StageExecutor(
+                stage_index=self.stage_index, num_stages=self.num_stages, transport=transport
+            )
+
+    # ----- planning
+
+    def profile(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
+        """Trace a step on one whole batch and give its layers; nothing changes.
+
+        Raises:
+            CaptureError: the step cannot be traced or cut.
+        """
+        trace, _ = self._store.trace(step_name, args, kwargs)
+        self._planning_trace = trace
+        counted: set[str] = set()
+        layers = []
+        parameters = dict(self.module.named_parameters())
+        for layer in trace.layers:
+            own = [parameters[name] for name in layer.parameters if name not in counted]
+            counted.update(layer.parameters)
+            trainable = [p for p in own if p.requires_grad]
+            layers.append(
+                LayerProfile(
+                    name=str(layer.key),
+                    forward_flops=layer.forward_flops,
+                    param_bytes=sum(p.numel() * p.element_size() for p in own),
+                    trainable_bytes=sum(p.numel() * p.element_size() for p in trainable),
+                    boundary_bytes=layer.boundary_bytes,
+                    parameters=layer.parameters,
+                    num_parameters=sum(p.numel() for p in own),
+                    num_trainable_parameters=sum(p.numel() for p in trainable),
+                )
+            )
+        return ModelProfile(layers=tuple(layers))
+
+    def batch_size(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Give the number of samples of a batch, having found out how it is split.
+
+        Raises:
+            BatchError: that cannot be told.
+        """
+        return self._split_of(step_name, args, kwargs).batch_size((args, kwargs))
+
+    def set_plan(self, plan: PipelinePlan) -> None:
+        """Cut the profiled step as the plan says.
+
+        Raises:
+            PlanError: the plan is for another module, another step or another layout.
+        """
+        trace = self._planning_trace
+        assert trace is not None, "profile() comes first"
+        plan.require(module_fingerprint=self.module_fingerprint, world_size=self.layout.world_size)
+        if plan.layout != self.layout:
+            raise PlanError(f"The plan's layout is {plan.layout}, but the pipeline runs as {self.layout}.")
+        require_same_layers(trace, [layer.name for layer in plan.layers])
+        self._store.set_cuts(trace, plan.partition.cut_points)
+        self._planning_trace = None
+
+    def parameter_owner(self, name: str) -> int:
+        """Give the first stage that uses a parameter; the last one where the planned step uses it nowhere."""
+        return min(self._owners(name))
+
+    def owned_parameters(self, stage_index: int) -> frozenset[str]:
+        """Names (each of a tied parameter's) of the parameters that a stage uses."""
+        return frozenset(name for name in self._first_name if stage_index in self._owners(name))
+
+    def owned_buffers(self, stage_index: int) -> frozenset[str]:
+        """Names of the buffers that the step writes on this stage; all others are equal on every stage."""
+        names = (name for name, _ in self.module.named_buffers())
+        return frozenset(name for name in names if stage_index in self._store.owners.get(name, frozenset()))
+
+    def _owners(self, name: str) -> frozenset[int]:
+        last = frozenset({self.num_stages - 1})
+        return self._store.owners.get(self._first_name.get(name, name), last)
+
+    # ----- placement
+
+    def place(self) -> None:
+        """Turn the parameters of other stages into placeholders without storage."""
+        if self.num_stages == 1:
+            return
+        release_parameters(
+            self.module,
+            self.owned_parameters(self.stage_index),
+            lambda name: f"stage {self.parameter_owner(name)} of the pipeline",
+            self.device,
+        )
+        self._store.clear()
+
+    def restore(self, values: Mapping[str, Tensor]) -> None:
+        """Give placeholders their storage back, in place."""
+        fill_parameters(self.module, values)
+        self._store.clear()
+
+    # ----- running
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this process runs the end of the step."""
+        return self._is_local or self.stage_index == self.num_stages - 1
+
+    @property
+    def tracing(self) -> bool:
+        """Whether a trace runs on shapes: nothing may be logged then."""
+        return self._store.tracing
+
+    def value_weight(self, tensor: Tensor) -> Tensor | None:
+        """Give the number of terms of a mean loss that the running micro-batch computed, where it is known."""
+        terms = terms_of(tensor)
+        return terms if isinstance(terms, Tensor) else None
+
+    def owned_call(self, function: Callable[..., None], *tensors: Tensor) -> None:
+        """Run `function(*tensors)` on the one stage that owns the tensors; on the last stage where none is computed."""
+        mode = current()
+        if mode is None:
+            function(*tensors)
+        else:
+            mode.counted_call(lambda: function(*tensors), tensors)
+
+    def run(
+        self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, step: int
+    ) -> StepOutcome:
+        """Run the schedule for one batch. Global random state is afterwards as before.
+
+        Args:
+            step_name: the method of the module, `training_step` say.
+            args: what Lightning passes to it; the batch is the first.
+            kwargs: keyword arguments alike.
+            training: whether losses are back-propagated.
+            step: number of the step, which keys its random draws.
+        """
+        split = self._split_of(step_name, args, kwargs)
+        batch = (args, kwargs)
+        sizes = microbatch_sizes(split.batch_size(batch), self.num_microbatches)
+        microbatches = split.split(batch, sizes)
+        outcome = StepOutcome(sizes=sizes)
+        schedule = self._make_schedule(self._schedule_name if training else "forward_only", self.num_stages, len(sizes))
+        if self._is_local:
+            copies = [[tree.map_tensors(Tensor.clone, m) for m in microbatches] for _ in range(self.num_stages)]
+            stages = [
+                _StageStep(self, stage_index, step_name, copies[stage_index], outcome, training, step)
+                for stage_index in range(self.num_stages)
+            ]
+            with preserved_random_state():
+                self._local.run(stages, schedule)
+        else:
+            stage = _StageStep(self, self.stage_index, step_name, microbatches, outcome, training, step)
+            with preserved_random_state():
+                self._executor.run(stage, schedule)
+        return outcome
+
+    def _split_of(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSplit:
+        key = (step_name, structure_of((args[:1], kwargs)))
+        split = self._splits.get(key)
+        if split is None:
+            split = self._splits[key] = self._find_split(step_name, args, kwargs)
+        return split
+
+    def _find_split(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSplit:
+        if self.num_microbatches == 1:
+            return assume_split((args[:1], kwargs))
+        whole, _ = self._store.trace(step_name, args, kwargs)
+
+        def probe(batch: Any) -> frozenset[int] | None:
+            try:
+                trace, _ = self._store.trace(step_name, (*batch[0], *args[1:]), batch[1])
+            except CaptureError:
+                return None
+            same_end = _kind_of_end(trace) == _kind_of_end(whole)
+            return trace.inputs_read if same_end and len(trace.operations) == len(whole.operations) else None
+
+        return find_split((args[:1], kwargs), probe, given=self._split_batch)
+
+
+class _StageStep(StageForward):
+    """One stage of one step, micro-batch by micro-batch."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        stage_index: int,
+        step_name: str,
+        microbatches: list[Any],
+        outcome: StepOutcome,
+        training: bool,
+        step: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._stage_index = stage_index
+        self._step_name = step_name
+        self._step_function = getattr(pipeline.module, step_name)
+        self._microbatches = microbatches
+        self._outcome = outcome
+        self._training = training
+        self._step = step
+        self._is_last = stage_index == pipeline.num_stages - 1
+        store = pipeline._store
+        state = (step_name, state_key(pipeline.module))
+        self._signatures = [(state, shape_key(args, kwargs)) for args, kwargs in microbatches]
+        self._programs = []
+        for signature, (args, kwargs) in zip(self._signatures, microbatches, strict=True):
+            capture = store.capture(signature, step_name, args, kwargs)
+            self._programs.append(store.program(capture, stage_index, step_name, args, kwargs))
+
+    def signature(self, microbatch_index: int) -> Hashable:
+        return self._signatures[microbatch_index]
+
+    def forward(self, microbatch_index: int, received: tuple[Tensor, ...]) -> StageOutput:
+        pipeline = self._pipeline
+        pipeline.microbatch_index = microbatch_index
+        args, kwargs = self._microbatches[microbatch_index]
+        key = DrawKey(
+            seed=pipeline.seed,
+            step=self._step,
+            replica_index=pipeline.replica_index,
+            microbatch_index=microbatch_index,
+        )
+        program = self._programs[microbatch_index]
+        run = program.run(self._step_function, args, kwargs, received, key)
+        self._microbatches[microbatch_index] = None if self._training else self._microbatches[microbatch_index]
+        if not self._is_last:
+            return StageOutput(sent=run.sent)
+        samples = self._outcome.sizes[microbatch_index]
+        used = program.parameter_names
+        parameters = [p for name, p in pipeline.module.named_parameters() if name in used]
+        weighted = weighted_loss(
+            run.result, samples, training=self._training, connect_to=[*received, *parameters], step_name=self._step_name
+        )
+        self._outcome.weights.append(weighted.weight)
+        if weighted.loss is not None:
+            self._outcome.losses.append(weighted.loss.detach())
+        self._outcome.outputs.append(tree.map_tensors(Tensor.detach, run.result))
+        return StageOutput(loss=weighted.to_backpropagate)
+
+
+def _first_names(module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def _kind_of_end(trace: StepTrace) -> str | None:
+    return None if trace.end_reason is None else trace.end_reason.split()[0]
