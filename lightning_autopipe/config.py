@@ -1,8 +1,8 @@
 """The strategy's options as a Hydra config, so that ``strategy: autopipe_h`` works in any Hydra application.
 
 `register_configs` is called by this package's Hydra plugin when a Hydra application starts. Its defaults list can
-then have the entry ``strategy: autopipe_h``, for options under ``strategy``, or ``strategy@trainer.strategy:
-autopipe_h``, for options under ``trainer.strategy``; instantiating that node gives the strategy.
+then have the entry ``strategy: autopipe_h``, or ``strategy@trainer.strategy: autopipe_h`` to have the options under
+``trainer.strategy``; instantiating that node gives the strategy.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from hydra.core.config_store import ConfigStore
 
 CONFIG_GROUP = "strategy"
 CONFIG_NAME = "autopipe_h"
-# The same node under a name that an application's own strategy/autopipe_h.yaml does not hide, to build upon.
-SCHEMA_NAME = "autopipe_h_schema"
 
 
 @dataclass(kw_only=True)
@@ -104,6 +102,6 @@ class AutoPipeConfig:
 
 def register_configs() -> None:
     """Put `AutoPipeConfig` into Hydra's config store as ``strategy/autopipe_h``; calling it again changes nothing."""
-    store = ConfigStore.instance()
-    for name in (CONFIG_NAME, SCHEMA_NAME):
-        store.store(group=CONFIG_GROUP, name=name, node=AutoPipeConfig, provider="lightning_autopipe")
+    ConfigStore.instance().store(
+        group=CONFIG_GROUP, name=CONFIG_NAME, node=AutoPipeConfig, provider="lightning_autopipe"
+    )

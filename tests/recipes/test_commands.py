@@ -1,0 +1,160 @@
+"""The commands `recipes.train` and `recipes.evaluate`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+from recipes.evaluate import evaluate
+from recipes.launch import CONFIG_DIR, other_rank_overrides, refuse_sweep_over_processes
+from recipes.train import train
+
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:.*isinstance\(treespec, LeafSpec\)",
+    "ignore:.*does not have many workers",
+    "ignore:.*Checkpoint directory .* exists and is not empty",
+    "ignore:The dirpath has changed",
+)
+
+SMALL = (
+    "trainer=cpu",
+    "trainer.log_every_n_steps=1",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "data.vocab_size=300",
+    "data.block_size=16",
+)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog, and the dog sleeps. " * 60, encoding="utf-8")
+    return path
+
+
+def run_train(out: Path, text_file: Path, *overrides: str) -> float | None:
+    with initialize_config_dir(config_dir=CONFIG_DIR, version_base="1.3"):
+        settings = [f"paths.output_dir={out}", f"paths.cache_dir={out}", f"data.text_file={text_file}"]
+        return train(compose("train", overrides=[*SMALL, "strategy=single", *settings, *overrides]))
+
+
+def run_evaluate(out: Path, *overrides: str) -> float:
+    with initialize_config_dir(config_dir=CONFIG_DIR, version_base="1.3"):
+        return evaluate(compose("evaluate", overrides=["trainer=cpu", f"paths.output_dir={out}", *overrides]))
+
+
+def test_fast_dev_run(tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loss = run_train(tmp_path / "out", text_file, "debug=fast_dev_run")
+    assert loss is not None
+    assert 0.0 < loss < 7.0
+    assert "Trained for" not in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+def test_train_evaluate_and_continue(tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    loss = run_train(out, text_file, "trainer.max_epochs=2", "model.warmup_steps=2", "model.dropout=0")
+    printed = capsys.readouterr().out
+    assert loss is not None
+    best = out / "checkpoints" / "best.ckpt"
+    assert f"{loss:.6f} nats a token" in printed
+    assert "unigram entropy" in printed
+    assert f"python -m recipes.evaluate ckpt_path={best}\n" in printed
+    assert (out / "csv" / "version_0" / "metrics.csv").read_text().startswith("epoch,step,train/loss")
+
+    assert run_evaluate(out, f"ckpt_path={best}", "require.max_difference=1e-6") == pytest.approx(loss, abs=1e-6)
+    assert f"recorded in training  {loss:.6f}" in capsys.readouterr().out
+
+    last = out / "checkpoints" / "last.ckpt"
+    continued = run_train(tmp_path / "more", text_file, "trainer.max_epochs=4", f"ckpt_path={last}", "model.dropout=0")
+    assert continued is not None
+    assert continued < loss
+    assert "in 4 epochs" in capsys.readouterr().out
+
+
+def test_evaluation_that_falls_short(tmp_path: Path, text_file: Path) -> None:
+    run_train(
+        tmp_path,
+        text_file,
+        "data.batch_size=1",
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=1",
+        "trainer.limit_val_batches=1",
+    )
+    checkpoint = f"ckpt_path={tmp_path / 'checkpoints' / 'best.ckpt'}"
+    with pytest.raises(SystemExit, match=r"Fell short: validation loss .* differs from the recorded .*more than 1e-06"):
+        run_evaluate(tmp_path, checkpoint, "require.max_difference=1e-6")
+    with pytest.raises(
+        SystemExit, match=r"Fell short: validation loss .* nats below the unigram entropy .*less than 0\.3"
+    ):
+        run_evaluate(tmp_path, checkpoint, "require.min_below_entropy=0.3")
+
+
+def test_evaluation_of_a_missing_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint .*nowhere\.ckpt \(ckpt_path\)"):
+        run_evaluate(tmp_path, f"ckpt_path={tmp_path / 'nowhere.ckpt'}")
+
+
+def test_two_processes_of_one_command_share_a_folder(tmp_path: Path, text_file: Path) -> None:
+    """Lightning's launcher starts the second process; the cache is empty, and both need the tokenizer."""
+    command = [sys.executable, "-m", "recipes.train", *SMALL, "strategy=ddp", "trainer.devices=2", "debug=limit"]
+    root = Path(CONFIG_DIR).parent
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    completed = subprocess.run(
+        [*command, f"data.text_file={text_file}"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("Trained for ") == 1
+    (run_dir,) = (tmp_path / "logs" / "train" / "runs").iterdir()
+    assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert len(list((tmp_path / ".cache" / "recipes").iterdir())) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "logs", ".cache"}
+
+
+def test_other_ranks_of_a_launcher_write_no_folder() -> None:
+    quiet = ["hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    assert other_rank_overrides(["train"], {}) == []
+    assert other_rank_overrides(["train"], {"RANK": "0", "LOCAL_RANK": "0"}) == []
+    assert other_rank_overrides(["train"], {"LOCAL_RANK": "1"}) == [], "Lightning passes the folder on itself"
+    assert other_rank_overrides(["train"], {"RANK": "1"}) == [*quiet, "hydra.run.dir=."]
+    assert other_rank_overrides(["train"], {"SLURM_PROCID": "3"}) == [*quiet, "hydra.run.dir=."]
+    assert other_rank_overrides(["train", "hydra.run.dir=here"], {"RANK": "1"}) == quiet
+
+
+@pytest.mark.parametrize(
+    ("mode", "world_size", "external", "refused"),
+    [
+        (RunMode.MULTIRUN, 2, False, True),
+        (RunMode.MULTIRUN, 2, True, False),
+        (RunMode.MULTIRUN, 1, False, False),
+        (RunMode.RUN, 2, False, False),
+    ],
+)
+def test_sweeps_over_several_processes_are_refused(
+    monkeypatch: pytest.MonkeyPatch, mode: RunMode, world_size: int, external: bool, refused: bool
+) -> None:
+    environment = SimpleNamespace(creates_processes_externally=external)
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=environment), world_size=world_size)
+    monkeypatch.setattr(HydraConfig, "initialized", staticmethod(lambda: True))
+    monkeypatch.setattr(HydraConfig, "get", staticmethod(lambda: SimpleNamespace(mode=mode)))
+    if refused:
+        with pytest.raises(ValueError, match=r"--multirun with 2 processes a job is not supported.*trainer\.devices=1"):
+            refuse_sweep_over_processes(trainer)
+    else:
+        refuse_sweep_over_processes(trainer)
