@@ -60,7 +60,7 @@ class AbsentTensor(torch.Tensor):
             raise _value_needed(func, args, kwargs)
         return _run_on_meta(func, args, kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', at={self.home})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:

@@ -70,8 +70,7 @@ def choose_treatments(
 
     def can_run_unwatched(call: ModuleCall) -> bool:
         return (
-            call.stop - call.start > 1
-            and call.num_free_draws == 0
+            call.num_free_draws == 0
             and not any(call.start <= position < call.stop for position in watched)
             and not escapes(call)
         )
