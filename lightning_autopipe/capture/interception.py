@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.autograd import function as autograd_function
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 _FunctionBase: Any = autograd_function._SingleLevelFunction
 _current = threading.local()
@@ -31,6 +31,7 @@ class OperationMode(TorchFunctionMode):
         super().__init__()
         self.is_paused = False
         self._outer: OperationMode | None = None
+        self._depth = 0
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         """Handle one call; `run(*args, **kwargs)` executes it."""
@@ -51,6 +52,7 @@ class OperationMode(TorchFunctionMode):
         if self._outer is None:
             _FunctionBase.apply = classmethod(_apply_custom_function)
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._depth = _len_torch_function_stack()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -59,22 +61,20 @@ class OperationMode(TorchFunctionMode):
         if self._outer is None:
             del _FunctionBase.apply
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within, torch functions run as if this mode did not exist (at no cost where it is the innermost mode)."""
+    def unwatched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `function` as if this mode did not exist; at no cost where this is the innermost mode."""
         if self.is_paused:
-            yield
-            return
-        on_top = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
+            return function(*args, **kwargs)
+        on_top = _len_torch_function_stack() == self._depth
         if on_top:
-            _pop_mode()  # type: ignore[no-untyped-call]
+            _pop_torch_function_stack()
         self.is_paused = True
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
             self.is_paused = False
             if on_top:
-                _push_mode(self)  # type: ignore[no-untyped-call]
+                _push_on_torch_function_stack(self)
 
 
 def _apply_custom_function(cls: Any, *args: Any) -> Any:
@@ -83,8 +83,4 @@ def _apply_custom_function(cls: Any, *args: Any) -> Any:
     if mode is None or mode.is_paused:
         return original(*args)
 
-    def run(*run_args: Any) -> Any:
-        with mode.paused():
-            return original(*run_args)
-
-    return mode.operation(cls, args, {}, run)
+    return mode.operation(cls, args, {}, lambda *run_args: mode.unwatched(original, run_args, {}))

@@ -14,7 +14,7 @@ from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.preserve import preserved_state
 from lightning_autopipe.capture.records import Operation, StepTrace
-from lightning_autopipe.capture.replay import StageProgram, _Replay
+from lightning_autopipe.capture.replay import StageProgram, _CallTable, _Replay
 from lightning_autopipe.core.errors import CaptureError
 
 _MAX_ATTEMPTS = 12
@@ -82,9 +82,9 @@ class _Proof(_Replay):
         self.index_of = {id(value.absent): value.index for value in program.trace.values}
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # type: ignore[override]
-        attributes = [(module.__dict__, table) for module, table in self.program.calls_by_module]
-        for (module, _), (own, table) in zip(self.program.calls_by_module, attributes, strict=True):
-            own["forward"] = self._treated_forward(module.forward, {p: c for p, c in table.items() if c[1]})
+        for module, table in self.program.tables:
+            stubs = {position: treatment for position, treatment in table.calls.items() if treatment.is_stub}
+            module.__dict__["forward"] = self._treated_forward(module.forward, _CallTable(calls=stubs))
         with self:  # the caller's preserved_state puts the forwards back
             step(*args, **kwargs)
 

@@ -94,16 +94,16 @@ class ModuleCall:
     result: Any
     parent: ModuleCall | None
     children: list[ModuleCall] = field(default_factory=list)
-    _activation_paths: tuple[LeafPath, ...] | None = None
+    _activations: tuple[tuple[LeafPath, int], ...] | None = None
     num_free_draws: int = 0
     draws_python: bool = False
 
     @property
-    def activation_paths(self) -> tuple[LeafPath, ...]:
-        """Where the result holds activations (other tensors in it depend on batch data alone)."""
-        if self._activation_paths is None:
-            self._activation_paths = tuple(p for p, leaf in walk(self.result) if isinstance(leaf, ValueIndex))
-        return self._activation_paths
+    def activations(self) -> tuple[tuple[LeafPath, int], ...]:
+        """Where the result holds which values (other tensors in it depend on batch data alone)."""
+        if self._activations is None:
+            self._activations = tuple((p, int(leaf)) for p, leaf in walk(self.result) if isinstance(leaf, ValueIndex))
+        return self._activations
 
 
 @dataclass(frozen=True, slots=True)

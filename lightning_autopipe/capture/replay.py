@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_autopipe.capture.draws import DrawKey, seed_torch, seeded
 from lightning_autopipe.capture.interception import OperationMode
 from lightning_autopipe.capture.losses import KEEPS_COUNT, num_terms
 from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, ValueIndex
-from lightning_autopipe.capture.treatment import choose_treatments
+from lightning_autopipe.capture.treatment import Treatment, choose_treatments, draw_keyed_modules
 from lightning_autopipe.core.errors import CaptureError
 
 _TAG = "_autopipe_terms"  # on each activation that a stage computed: None, or the number of terms of a mean loss
@@ -29,6 +29,14 @@ class StageExit(BaseException):
 
 class TraceMismatchError(CaptureError):
     """The step took another path than the one that was traced."""
+
+
+@dataclass(slots=True)
+class _CallTable:
+    """What to do with the calls of one module, by the position at which they begin."""
+
+    calls: dict[int, Treatment] = field(default_factory=dict)
+    layer_index: int | None = None  # keys the draws of this layer when the module is called by an unwatched one
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,41 +82,40 @@ class StageProgram:
         }
         self.state_ids = frozenset(trace.state_names)
         self.parameter_names = frozenset(n for op in trace.operations[start : self.stop] for n in op.parameters)
-        self.treatments: list[Any] = []
+        keyed_modules = draw_keyed_modules(trace, self.layer_of_start) if use_treatments else {}
+        self.treatments: list[Treatment] = []
         if use_treatments:
             self.treatments = choose_treatments(
-                trace, module, start=start, stop=self.stop, watched=self._watched(), refused=refused_stubs
+                trace,
+                module,
+                start=start,
+                stop=self.stop,
+                watched=self._watched(),
+                boundaries=[p for p in self.layer_of_start if p not in keyed_modules],
+                refused=refused_stubs,
             )
         submodules = dict(module.named_modules())
-        self.calls_by_module: list[tuple[nn.Module, dict[int, tuple[ModuleCall, bool]]]] = []
-        by_path: dict[str, dict[int, tuple[ModuleCall, bool]]] = {}
+        tables: dict[str, _CallTable] = {}
         for treatment in self.treatments:
-            by_path.setdefault(treatment.call.module_path, {})[treatment.call.start] = (
-                treatment.call,
-                treatment.is_stub,
-            )
-        for path, table_ in by_path.items():
-            self.calls_by_module.append((submodules[path], table_))
+            table_of_module = tables.setdefault(treatment.call.module_path, _CallTable())
+            table_of_module.calls[treatment.call.start] = treatment
+        for position, path in keyed_modules.items():
+            tables.setdefault(path, _CallTable()).layer_index = self.layer_of_start[position]
+        self.tables = [(submodules[path], table_of_module) for path, table_of_module in tables.items()]
 
-    def _watched(self) -> set[int]:
-        """Positions of own operations that replay has to see one by one."""
-        operations = self.trace.operations
+    def _watched(self) -> dict[int, frozenset[int] | None]:
+        """Positions of own operations that replay has to see one by one, with the crossing values that they show."""
         sent = set(self.sent_values)
-        watched: set[int] = set()
-        for op in operations[self.start : self.stop]:
+        watched: dict[int, frozenset[int] | None] = {}
+        for op in self.trace.operations[self.start : self.stop]:
             shown = {*op.made.values(), *(v for _, v in op.written_arguments)}
             if op.aliases:
                 shown.update(op.reads)
-            if shown & sent or op.function == "counted_call" or (self.is_last and op.is_mean_loss):
-                watched.add(op.index)
-        for position in self.layer_of_start:
-            if self.start < position < self.stop:
-                # Seen when the operation before it ends and the one at it begins within one call.
-                watched.update({position - 1} if self._inside_one_call(position) else ())
+            if op.function == "counted_call" or (self.is_last and op.is_mean_loss):
+                watched[op.index] = None
+            elif shown & sent:
+                watched[op.index] = None if op.written_arguments else frozenset(shown & sent)
         return watched
-
-    def _inside_one_call(self, position: int) -> bool:
-        return any(call.start < position < call.stop for call in self.trace.calls)
 
     def run(
         self,
@@ -156,7 +163,7 @@ class _Replay(OperationMode):
         result = None
         finished = False
         try:
-            for module, table in program.calls_by_module:
+            for module, table in program.tables:
                 attributes = module.__dict__
                 replaced.append((attributes, attributes.get("forward")))
                 attributes["forward"] = self._treated_forward(module.forward, table)
@@ -187,24 +194,29 @@ class _Replay(OperationMode):
 
     # ----- module calls
 
-    def _treated_forward(
-        self, original: Callable[..., Any], table: dict[int, tuple[ModuleCall, bool]]
-    ) -> Callable[..., Any]:
+    def _treated_forward(self, original: Callable[..., Any], table: _CallTable) -> Callable[..., Any]:
+        calls, layer_index = table.calls, table.layer_index
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.is_paused:
+                if layer_index is not None:
+                    self._key_draws(layer_index)
                 return original(*args, **kwargs)
-            call, is_stub = table.get(self.position, (None, False))
-            if call is None:
+            treatment = calls.get(self.position)
+            if treatment is None:
                 return original(*args, **kwargs)
-            if is_stub:
+            call = treatment.call
+            if treatment.is_stub:
                 self.position = call.stop
                 result = self._recorded_result(call)
             else:
-                with self.paused():
-                    result = original(*args, **kwargs)
+                result = self.unwatched(original, args, kwargs)
                 self.position = call.stop
-                for path in call.activation_paths:
-                    setattr(tree.get(result, path), _TAG, None)
+                for path, index in call.activations:
+                    tensor = tree.get(result, path)
+                    setattr(tensor, _TAG, None)
+                    if index in self.sent_values:
+                        self.held[index] = tensor
             self._arrive()
             return result
 
@@ -267,8 +279,7 @@ class _Replay(OperationMode):
             self._call(function)
 
     def _call(self, function: Callable[..., None]) -> None:
-        with self.paused():
-            function()
+        self.unwatched(function, (), {})
 
     def _takes_activation(self, objects: Sequence[Any]) -> bool:
         state_ids = self.program.state_ids
@@ -368,7 +379,10 @@ class _Replay(OperationMode):
             if position >= self.stop and not self.program.is_last:
                 raise StageExit
             if layer_index is not None:
-                seed_torch(self.key.derive("layer", layer_index), self.program.device)
+                self._key_draws(layer_index)
+
+    def _key_draws(self, layer_index: int) -> None:
+        seed_torch(self.key.derive("layer", layer_index), self.program.device)
 
     def _mismatch(self, what: str) -> TraceMismatchError:
         index = min(self.position, self.num_operations - 1)

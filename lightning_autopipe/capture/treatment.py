@@ -6,7 +6,8 @@ Python. A call that lies wholly inside runs *unwatched*: at full speed, with no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -30,13 +31,15 @@ def choose_treatments(
     *,
     start: int,
     stop: int,
-    watched: Collection[int],
+    watched: Mapping[int, frozenset[int] | None],
+    boundaries: Collection[int],
     refused: Collection[tuple[str, int]] = (),
 ) -> list[Treatment]:
     """Choose the largest calls that the stage `[start, stop)` may stub or run unwatched.
 
-    `watched` are positions of operations that must be seen (they make a crossing value, end a layer that draws random
-    numbers, or are a known loss); `refused` names calls `(module_path, call_index)` whose stub was found wrong.
+    `watched` are positions of operations that must be seen: they show values that cross the stage's end (which a call
+    may also show by returning them), or None for one that must be seen in any case. `boundaries` are positions at which
+    replay must be watching. `refused` names calls `(module_path, call_index)` whose stub was found wrong.
     """
     submodules = dict(module.named_modules())
     with_hooks = _paths_with_hooks(submodules)
@@ -71,12 +74,37 @@ def choose_treatments(
     def can_run_unwatched(call: ModuleCall) -> bool:
         return (
             call.num_free_draws == 0
-            and not any(call.start <= position < call.stop for position in watched)
+            and not any(call.start < position < call.stop for position in boundaries)
+            and all(
+                shown is not None and shown <= returned_values(call)
+                for position, shown in watched.items()
+                if call.start <= position < call.stop
+            )
             and not escapes(call)
         )
 
     visit(trace.calls[0].children)
     return _without_ambiguous(chosen)
+
+
+def returned_values(call: ModuleCall) -> set[int]:
+    """Give the indices of the values that a call returns."""
+    return {int(leaf) for _, leaf in tree.walk(call.result) if isinstance(leaf, ValueIndex)}
+
+
+def draw_keyed_modules(trace: StepTrace, positions: Iterable[int]) -> dict[int, str]:
+    """Find, for positions where the random draws are keyed anew, a module whose only call begins there.
+
+    Its forward can key the draws by itself, also where it is called by a module that runs unwatched. Not inside a
+    checkpointed region: recomputation begins with the random state that the region began with.
+    """
+    num_calls = Counter(call.module_path for call in trace.calls)
+    wanted = {position for position in positions if trace.operations[position].region is None}
+    return {
+        call.start: call.module_path
+        for call in trace.calls
+        if call.start in wanted and call.start < call.stop and num_calls[call.module_path] == 1 and call.parent
+    }
 
 
 class _EscapeCheck:
@@ -89,7 +117,7 @@ class _EscapeCheck:
         self._trace = trace
 
     def __call__(self, call: ModuleCall) -> bool:
-        returned = {int(leaf) for _, leaf in tree.walk(call.result) if isinstance(leaf, ValueIndex)}
+        returned = returned_values(call)
         for position in range(call.start, call.stop):
             operation = self._trace.operations[position]
             if operation.written_arguments:
