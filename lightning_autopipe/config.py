@@ -72,7 +72,7 @@ class AutoPipeConfig:
 
     verify: bool | str = "auto"
     """Whether to check, before training, that one micro-batch gives the same loss and gradients through all stages as
-    through the uncut module. ``"auto"``: where the module fits in memory. False: never. True is not accepted so far."""
+    through the uncut module. Only ``"auto"`` and False are accepted so far, and both do without."""
 
     gather_after_fit: bool = True
     """Whether the module on rank 0 is made whole after ``fit``. False saves the memory; parameters of other stages then
@@ -86,8 +86,8 @@ class AutoPipeConfig:
     """Whether the replicas of a stage share its optimizer state. Only False is accepted so far."""
 
     recompute: bool | str = "auto"
-    """Whether activations are computed again during backward to save memory. ``"auto"`` and False: no. True is not
-    accepted so far; a module's own ``torch.utils.checkpoint`` works."""
+    """Whether activations are computed again during backward to save memory. Only ``"auto"`` and False are accepted so
+    far, and both do without; a module's own ``torch.utils.checkpoint`` works."""
 
     trace: str | None = None
     """A file for a timeline of the run, to open in Perfetto. None: no timeline. Only None is accepted so far."""

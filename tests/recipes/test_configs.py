@@ -130,7 +130,11 @@ def test_every_option_is_documented() -> None:
 def test_options_are_the_parameters_of_the_strategy() -> None:
     from lightning_autopipe import AutoPipeStrategy
 
+    # What every Lightning strategy takes besides; the Trainer sets it.
+    of_lightning = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
     parameters = dict(inspect.signature(AutoPipeStrategy).parameters)
+    for name in of_lightning:
+        del parameters[name]
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
     defaults = {name: parameter.default for name, parameter in parameters.items()}
     if isinstance(defaults["timeout"], timedelta):
