@@ -1,0 +1,397 @@
+"""The strategy: what Lightning calls, handed to the parts that do it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.data import _auto_add_worker_init_fn
+from lightning.fabric.utilities.seed import _set_rng_states
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.strategy.checkpoint import load_checked, save_atomically, whole_state_dict
+from lightning_autopipe.strategy.clipping import PipelineClipping
+from lightning_autopipe.strategy.lightning_patches import LightningPatches
+from lightning_autopipe.strategy.loader import PipelineLoader
+from lightning_autopipe.strategy.optimizers import unwrapped
+from lightning_autopipe.strategy.options import DEFAULT_TIMEOUT_S, Auto, StrategyOptions
+from lightning_autopipe.strategy.planning import first_training_arguments, in_training_mode, random_state
+from lightning_autopipe.strategy.predictions import silence_writers, unsilence_writers
+from lightning_autopipe.strategy.process_strategy import ProcessStrategy
+from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
+from lightning_autopipe.strategy.session import TRAINING_STEP, PipelineSession
+
+
+class AutoPipeStrategy(ProcessStrategy):
+    """Trains an unchanged LightningModule as a pipeline of stages, one a process: ``Trainer(strategy="autopipe_h")``.
+
+    Every option takes ``"auto"`` or its default; a value whose feature is still to come is refused.
+
+    Args:
+        num_stages: Stages of each pipeline; ``"auto"`` divides all processes by ``num_replicas``.
+        num_replicas: Pipelines side by side, each on its own share of the data; ``"auto"`` is 1, or what ``num_stages``
+            leaves.
+        num_microbatches: Micro-batches per replica and step; ``"auto"`` is four per stage, at most the batch's samples.
+            More of them idle less; fewer are larger.
+        schedule: ``"1f1b"`` keeps few micro-batches alive at once, ``"gpipe"`` all of them; ``"auto"`` is 1F1B.
+        partition: ``"auto"`` balances floating-point work; or the layer index at which each later stage begins.
+        cut_after: Still to come.
+        plan: A plan, or the JSON file of one, to use instead of making one.
+        cluster: Still to come.
+        split_batch: Still to come; which leaves of a batch hold samples is found by tracing.
+        loss_over: ``"microbatch"``; ``"batch"`` is still to come.
+        verify: ``"auto"`` or False; True is still to come.
+        gather_after_fit: After ``fit`` the module on global rank 0 is whole; False saves its memory.
+        deferred_batch_norm: False; True is still to come.
+        shard_optimizer: False; True is still to come.
+        recompute: ``"auto"`` or False; True is still to come.
+        trace: Still to come.
+        process_group_backend: ``"gloo"`` or ``"nccl"``; None is NCCL on CUDA devices, else gloo.
+        timeout: How long a rank waits for another one before the run ends with an error; a timedelta, or seconds.
+        accelerator: As in every Lightning strategy, and so the remaining ones.
+        parallel_devices: This machine's devices.
+        cluster_environment: Who starts the processes.
+        checkpoint_io: How checkpoints are written.
+        precision_plugin: How numbers are represented.
+
+    Raises:
+        ConfigurationError: a value is not allowed, still to come, or contradicts another one.
+        PlanError: the plan's file is not valid.
+    """
+
+    strategy_name = "autopipe_h"
+
+    def __init__(
+        self,
+        *,
+        num_stages: int | Auto = "auto",
+        num_replicas: int | Auto = "auto",
+        num_microbatches: int | Auto = "auto",
+        schedule: str = "auto",
+        partition: Auto | Partition | Sequence[int] = "auto",
+        cut_after: Sequence[str] | None = None,
+        plan: str | os.PathLike[str] | PipelinePlan | None = None,
+        cluster: Any = None,
+        split_batch: Any = None,
+        loss_over: str = "microbatch",
+        verify: bool | Auto = "auto",
+        gather_after_fit: bool = True,
+        deferred_batch_norm: bool = False,
+        shard_optimizer: bool = False,
+        recompute: bool | Auto = "auto",
+        trace: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float = DEFAULT_TIMEOUT_S,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        options = StrategyOptions(
+            num_stages=num_stages,
+            num_replicas=num_replicas,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            partition=partition,
+            cut_after=cut_after,
+            plan=plan,
+            cluster=cluster,
+            split_batch=split_batch,
+            loss_over=loss_over,
+            verify=verify,
+            gather_after_fit=gather_after_fit,
+            deferred_batch_norm=deferred_batch_norm,
+            shard_optimizer=shard_optimizer,
+            recompute=recompute,
+            trace=trace,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        super().__init__(
+            options,
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._session: PipelineSession | None = None
+        self._patches: LightningPatches | None = None
+        self._clipping: PipelineClipping | None = None
+        self._loaders: list[PipelineLoader] = []
+        self._is_accumulating = False
+        self._random_state_after_peek: list[dict[str, Any]] = []
+
+    # Beginning and end of a run -----------------------------------------------
+
+    @property
+    def session(self) -> PipelineSession:
+        """The module as a pipeline."""
+        assert self._session is not None, "setup comes first"
+        return self._session
+
+    @property
+    def trainer(self) -> pl.Trainer:
+        """Whose strategy this is."""
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def is_in_step(self) -> bool:
+        return self._session is not None and self._session.is_in_step
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        module = self.lightning_module
+        assert module is not None
+        self.accelerator.setup(trainer)
+        refuse_unsupported(trainer, module, self.precision_plugin)
+        self._begin_session(module)
+        self._patches = LightningPatches(trainer, self.communicator)
+        self._patches.install()
+        self.session.metrics.install()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._clipping = PipelineClipping(
+            self.precision_plugin, counts=self.session.counts_in_norm, communicator=self.communicator
+        )
+        self._clipping.install()
+
+    def _begin_session(self, module: pl.LightningModule) -> None:
+        known = self._session
+        if known is not None and known.module is module and known.communicator is self._communicator:
+            if self.trainer.state.fn == TrainerFn.FITTING and known.planned_step not in (None, TRAINING_STEP):
+                # Planned for an evaluation; training may use parameters that it does not.
+                known.gather_everywhere()
+            else:
+                return
+        else:
+            self.model = self.precision_plugin.convert_module(module)
+        self._session = PipelineSession(
+            module,
+            options=self.options,
+            plan=self._plan,
+            communicator=self.communicator,
+            groups=self._groups,
+            device=self.root_device,
+        )
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        assert self.lightning_module is not None
+        try:
+            super().setup_optimizers(trainer)
+        except RuntimeError as error:
+            if "multiple optimizers" in str(error):
+                raise explain_several_optimizers(self.lightning_module, error) from error
+            raise
+        self.session.note_optimizers(self.optimizers)
+
+    def model_to_device(self) -> None:
+        """Nothing: parameters move once it is known which ones stay here."""
+
+    def teardown(self) -> None:
+        session = self._session
+        if session is not None:
+            if session.is_ready and not self.is_interrupted:
+                is_fit = self.trainer.state.fn == TrainerFn.FITTING
+                if is_fit and self.options.gather_after_fit:
+                    session.gather_on_rank_zero()
+            session.end_run()
+            session.metrics.remove()
+        if self._clipping is not None:
+            self._clipping.remove()
+        if self._patches is not None:
+            self._patches.remove()
+        if self.lightning_module is not None and self.lightning_module._trainer is not None:
+            unsilence_writers(self.trainer.callbacks)
+        self._loaders.clear()
+        self._is_accumulating = False
+        super().teardown()
+
+    # Data ---------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        # By replica and not by rank: the samples' augmentation must not depend on the number of stages.
+        _auto_add_worker_init_fn(dataloader, self.communicator.replica_index)
+        is_predicting = self.trainer.state.fn == TrainerFn.PREDICTING
+        loader = PipelineLoader(
+            dataloader,
+            self.communicator,
+            replicas_end_together=not is_predicting,
+            remember_first=self._session is None or not self._session.is_ready,
+        )
+        self._loaders.append(loader)
+        return loader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        if self.communicator.is_first_stage:
+            batch = super().batch_to_device(batch, device, dataloader_idx)
+        return self.communicator.broadcast_in_pipeline(batch, stage_index=0)
+
+    # Steps --------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._make_ready(TRAINING_STEP, args, kwargs)
+        with self.precision_plugin.train_step_context():
+            return self.session.run_training_step(
+                args,
+                kwargs,
+                step=self.trainer.fit_loop.epoch_loop.total_batch_idx,
+                reduce=not self._is_accumulating,
+            )
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._make_ready("validation_step", args, kwargs)
+        with self.precision_plugin.val_step_context():
+            return self.session.run_evaluation_step("validation_step", args, kwargs, step=self._evaluated_batches())
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._make_ready("test_step", args, kwargs)
+        with self.precision_plugin.test_step_context():
+            return self.session.run_evaluation_step("test_step", args, kwargs, step=self._evaluated_batches())
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._make_ready("predict_step", args, kwargs)
+        with self.precision_plugin.predict_step_context():
+            return self.session.run_prediction_step(
+                args,
+                kwargs,
+                step=self.trainer.predict_loop.batch_progress.total.ready,
+                whole=self.trainer.predict_loop.return_predictions,
+            )
+
+    def _evaluated_batches(self) -> int:
+        loop: Any = self.trainer._active_loop
+        ready: int = loop.batch_progress.total.ready
+        return ready
+
+    def _make_ready(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans and places at the first batch of a run."""
+        session = self.session
+        if session.is_ready:
+            return
+        if session.planned_step is None:
+            self._plan_from(step_name, args, kwargs)
+        session.make_ready()
+        for loader in self._loaders:
+            loader.forget_first()
+
+    def _plan_from(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trainer = self.trainer
+        if trainer.state.fn == TrainerFn.FITTING and step_name != TRAINING_STEP:
+            with in_training_mode(trainer):
+                with random_state(self._random_state_at_start, self._random_state_after_peek):
+                    first = first_training_arguments(trainer)
+                if first is not None:
+                    with self.precision_plugin.train_step_context():
+                        self.session.plan(TRAINING_STEP, first, {})
+                    return
+        with self.precision_plugin.forward_context():
+            self.session.plan(step_name, args, kwargs)
+
+    # Gradients and optimizers -------------------------------------------------
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Lightning enters this for batches that only accumulate."""
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Adds the gradients that the schedule left; the hooks around a backward run as ever."""
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.session.commit_gradients(
+            accumulated_batches=self.trainer.accumulate_grad_batches, reduce=not self._is_accumulating
+        )
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of the optimizer on the whole module; complete on global rank 0."""
+        session = self.session
+        whole = next(w for w in session.optimizers if w.optimizer is unwrapped(optimizer))
+        if self.is_interrupted or not session.is_placed:
+            return whole.state_dict(whole.local_states())
+        return whole.state_dict(session.gatherer.gather_optimizer_states(whole))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for whole, state in zip(self.session.optimizers, checkpoint["optimizer_states"], strict=True):
+            whole.load_state_dict(state)
+
+    # Checkpoints --------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The plain module's keys; on global rank 0 with all values."""
+        session = self.session
+        received: dict[str, Tensor] = {}
+        if session.is_placed and not self.is_interrupted:
+            received = session.gatherer.gather_tensors()
+        return whole_state_dict(session.module, received)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        if not self.is_global_zero:
+            return
+        if self.is_interrupted and self._session is not None and self._session.is_placed:
+            rank_zero_warn(
+                f"no checkpoint is written to {os.fspath(filepath)!r}: an exception ended the run, and other stages "
+                "cannot be asked for their parameters any more. Resume from the last regular checkpoint"
+            )
+            return
+        save_atomically(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        return load_checked(
+            lambda: super(AutoPipeStrategy, self).load_checkpoint(checkpoint_path, weights_only), checkpoint_path
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        session = self._session
+        if session is not None and session.module is self.lightning_module:
+            session.gather_everywhere()
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    # Hooks --------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        if self._random_state_after_peek:
+            _set_rng_states(self._random_state_after_peek.pop())
+
+    def on_validation_start(self) -> None:
+        self._sync_buffers()
+
+    def on_test_start(self) -> None:
+        self._sync_buffers()
+
+    def on_predict_start(self) -> None:
+        self._sync_buffers()
+        if not self.communicator.is_last_stage:
+            silence_writers(self.trainer.callbacks)
+
+    def on_predict_end(self) -> None:
+        unsilence_writers(self.trainer.callbacks)
+
+    def _sync_buffers(self) -> None:
+        if self.session.planned_step is not None:
+            self.session.sync_written_buffers()

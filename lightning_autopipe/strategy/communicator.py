@@ -1,0 +1,154 @@
+"""Objects between the ranks of a pipeline, and between replicas.
+
+These are the small, rare messages: batches, step reports, checkpoints. Activations and gradients have transports of
+their own, on groups of their own, so that nothing here waits behind a large reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.strategy.message import pack, unpack
+
+
+class Communicator:
+    """One rank's place in the layout, and its groups for objects. All groups work on host memory (gloo).
+
+    Args:
+        layout: Stages and replicas.
+        global_rank: This rank.
+        device: Where received accelerator tensors are put.
+        world_group: All ranks; None where there is one rank only.
+        pipeline_group: The ranks of this replica; None where it has one stage.
+        replica_group: The ranks of this stage; None where there is one replica.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: ParallelLayout,
+        global_rank: int,
+        device: torch.device,
+        world_group: dist.ProcessGroup | None = None,
+        pipeline_group: dist.ProcessGroup | None = None,
+        replica_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.layout = layout
+        self.global_rank = global_rank
+        self.device = device
+        self.world_group = world_group
+        self.pipeline_group = pipeline_group
+        self.replica_group = replica_group
+        self.stage_index = layout.stage_index(global_rank)
+        self.replica_index = layout.replica_index(global_rank)
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank loads the data."""
+        return self.stage_index == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.stage_index == self.layout.num_stages - 1
+
+    def broadcast_in_pipeline(self, value: Any, *, stage_index: int) -> Any:
+        """The value that one stage gives, on every rank of its pipeline."""
+        source = self.layout.global_rank(stage_index, self.replica_index)
+        return self._broadcast(value, source, self.pipeline_group)
+
+    def broadcast_in_world(self, value: Any, *, source: int = 0) -> Any:
+        """The value that one global rank gives, on every rank."""
+        return self._broadcast(value, source, self.world_group)
+
+    def gather_in_pipeline(self, value: Any) -> list[Any]:
+        """The values of all ranks of this pipeline, in the order of their stages, on each of them."""
+        ranks = self.layout.pipeline_ranks(self.replica_index)
+        return self._gather(value, ranks, self.pipeline_group)
+
+    def gather_over_replicas(self, value: Any) -> list[Any]:
+        """The values of all ranks of this stage, in the order of their replicas, on each of them."""
+        return self._gather(value, self.layout.stage_ranks(self.stage_index), self.replica_group)
+
+    def broadcast_numbers(self, numbers: Sequence[int], *, stage_index: int) -> list[int]:
+        """A fixed count of integers that one stage gives, on every rank of its pipeline: one small message."""
+        if self.pipeline_group is None:
+            return list(numbers)
+        message = torch.tensor(numbers, dtype=torch.int64)
+        source = self.layout.global_rank(stage_index, self.replica_index)
+        dist.broadcast(message, src=source, group=self.pipeline_group)
+        return [int(number) for number in message]
+
+    def all_replicas_agree(self, decision: bool) -> bool:
+        """Whether the decision is True on this stage's rank of every replica."""
+        if self.replica_group is None:
+            return decision
+        votes = torch.tensor([int(decision)], dtype=torch.int64)
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.replica_group)
+        return bool(votes.item())
+
+    def sum_in_pipeline(self, value: float) -> float:
+        """The sum of a number over the ranks of this pipeline, in float64."""
+        if self.pipeline_group is None:
+            return value
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total, group=self.pipeline_group)
+        return float(total.item())
+
+    def send(self, tensor: Tensor, *, destination: int) -> None:
+        """Sends a tensor to a global rank of this pipeline, which must `receive` it."""
+        assert self.pipeline_group is not None, "there is nobody to send to"
+        dist.send(tensor.detach().cpu().contiguous(), dst=destination, group=self.pipeline_group)
+
+    def receive(self, tensor_like: Tensor, *, source: int) -> Tensor:
+        """The tensor that a global rank of this pipeline sends, in host memory; it has the other's shape and dtype."""
+        assert self.pipeline_group is not None, "there is nobody to receive from"
+        received = torch.empty(tensor_like.shape, dtype=tensor_like.dtype, device="cpu")
+        dist.recv(received, src=source, group=self.pipeline_group)
+        return received
+
+    def send_object(self, value: Any, *, destination: int) -> None:
+        """Sends an object to a global rank of this pipeline, which must `receive_object` it."""
+        message = pack(value)
+        self.send(torch.tensor([message.numel()]), destination=destination)
+        self.send(message, destination=destination)
+
+    def receive_object(self, *, source: int) -> Any:
+        """The object that a global rank of this pipeline sends; accelerator tensors come in host memory."""
+        size = self.receive(torch.empty(1, dtype=torch.int64), source=source)
+        message = self.receive(torch.empty(int(size.item()), dtype=torch.uint8), source=source)
+        return unpack(message, torch.device("cpu"))
+
+    def _broadcast(self, value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
+        if group is None:
+            return value
+        if source == self.global_rank:
+            message = pack(value)
+            dist.broadcast(torch.tensor([message.numel()]), src=source, group=group)
+            dist.broadcast(message, src=source, group=group)
+            return value
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.broadcast(size, src=source, group=group)
+        message = torch.empty(int(size.item()), dtype=torch.uint8)
+        dist.broadcast(message, src=source, group=group)
+        return unpack(message, self.device)
+
+    def _gather(self, value: Any, ranks: Sequence[int], group: dist.ProcessGroup | None) -> list[Any]:
+        if group is None:
+            return [value]
+        message = pack(value)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
+        dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
+        longest = max(int(size.item()) for size in sizes)
+        padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
+        messages = [torch.empty(longest, dtype=torch.uint8) for _ in ranks]
+        dist.all_gather(messages, padded, group=group)
+        # Groups number their members by ascending global rank; stages run backwards over ranks.
+        member_of = {rank: position for position, rank in enumerate(sorted(ranks))}
+        return [value if rank == self.global_rank else unpack(messages[member_of[rank]], self.device) for rank in ranks]

@@ -1,0 +1,171 @@
+"""Optimizers that were made for the whole module, on ranks that keep a part of it.
+
+``configure_optimizers`` runs on the whole module, whatever its groups go by (names, modules, lists). The names of each
+group are noted; then every rank keeps its own parameters in the groups. Checkpoints have the layout of the optimizer on
+the whole module: a position for each parameter, in the order of the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_autopipe.core.errors import CheckpointError, ConfigurationError
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    positions: tuple[int, ...]
+    """In the whole optimizer, of the parameters that this rank keeps in the group; all of them before `prune`."""
+    all_positions: tuple[int, ...]
+    param_names: tuple[str, ...] | None
+
+
+class WholeOptimizer:
+    """Remembers what an optimizer looked like on the whole module.
+
+    Raises:
+        ConfigurationError: the optimizer needs all parameters in one process, or holds one that the module does not.
+    """
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        self.optimizer = unwrapped(optimizer)
+        self.is_pruned = False
+        self._is_mock = isinstance(self.optimizer, _MockOptimizer)
+        self._names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        self._groups: list[_Group] = []
+        if self._is_mock:
+            return
+        refuse_optimizer(self.optimizer)
+        name_of = {id(parameter): name for name, parameter in module.named_parameters()}
+        for group_index, group in enumerate(self.optimizer.param_groups):
+            first = len(self._names)
+            for parameter in group["params"]:
+                self._names.append(_name(parameter, name_of, group_index))
+                self._parameters.append(parameter)
+            positions = tuple(range(first, len(self._names)))
+            names = tuple(group["param_names"]) if "param_names" in group else None
+            self._groups.append(_Group(positions, positions, names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The first name of each parameter in the module, by position."""
+        return tuple(self._names)
+
+    def prune(self, is_owned: Callable[[str], bool]) -> None:
+        """Lets the optimizer keep only the parameters whose (first) name is owned; groups may become empty."""
+        if self._is_mock or self.is_pruned:
+            return
+        owned = [is_owned(name) for name in self._names]
+        for group_index, (known, group) in enumerate(zip(self._groups, self.optimizer.param_groups, strict=True)):
+            kept = tuple(position for position in known.all_positions if owned[position])
+            # In place: schedulers and the user hold these very dicts.
+            group["params"][:] = [self._parameters[position] for position in kept]
+            if known.param_names is not None:
+                begin = known.all_positions[0] if known.all_positions else 0
+                group["param_names"][:] = [known.param_names[position - begin] for position in kept]
+            self._groups[group_index] = _Group(kept, known.all_positions, known.param_names)
+        for position, parameter in enumerate(self._parameters):
+            if not owned[position]:
+                self.optimizer.state.pop(parameter, None)
+        self.is_pruned = True
+
+    def local_states(self) -> dict[int, Any]:
+        """The state of each parameter that this rank keeps, by its position in the whole optimizer."""
+        states = self.optimizer.state_dict()["state"] if not self._is_mock else {}
+        kept = [position for group in self._groups for position in group.positions]
+        return {kept[index]: state for index, state in states.items() if isinstance(index, int)}
+
+    def state_dict(self, states: Mapping[int, Any]) -> dict[str, Any]:
+        """The whole optimizer's ``state_dict``, given the state of each parameter by position."""
+        own = self.optimizer.state_dict()
+        if self._is_mock:
+            return own
+        groups = []
+        for known, group in zip(self._groups, own["param_groups"], strict=True):
+            whole = {**group, "params": list(known.all_positions)}
+            if known.param_names is not None:
+                whole["param_names"] = list(known.param_names)
+            groups.append(whole)
+        # Positions ascend, as in an optimizer that was never pruned; whatever else the optimizer adds is kept.
+        return {**own, "state": dict(sorted(states.items())), "param_groups": groups}
+
+    def load_state_dict(self, whole: Mapping[str, Any]) -> None:
+        """Takes from a whole optimizer's ``state_dict`` what this rank keeps.
+
+        Raises:
+            CheckpointError: its groups differ from this optimizer's.
+        """
+        if self._is_mock:
+            return
+        self._check_groups(whole)
+        if not self.is_pruned:
+            self.optimizer.load_state_dict(dict(whole))
+            return
+        # Ids in a state_dict are arbitrary; what counts is their order in the groups.
+        ids = [identifier for group in whole["param_groups"] for identifier in group["params"]]
+        state: dict[int, Any] = {}
+        groups = []
+        next_index = 0
+        for known, saved in zip(self._groups, whole["param_groups"], strict=True):
+            indices = list(range(next_index, next_index + len(known.positions)))
+            next_index += len(indices)
+            local = {**saved, "params": indices}
+            if "param_names" in saved:
+                begin = known.all_positions[0] if known.all_positions else 0
+                local["param_names"] = [saved["param_names"][position - begin] for position in known.positions]
+            groups.append(local)
+            for index, position in zip(indices, known.positions, strict=True):
+                if ids[position] in whole["state"]:
+                    state[index] = whole["state"][ids[position]]
+        self.optimizer.load_state_dict({**whole, "state": state, "param_groups": groups})
+
+    def _check_groups(self, whole: Mapping[str, Any]) -> None:
+        saved = [len(group["params"]) for group in whole["param_groups"]]
+        own = [len(group.all_positions) for group in self._groups]
+        if saved != own:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has groups of {saved} parameters, this one has "
+                f"{own}: configure_optimizers must make the same groups as it did when the checkpoint was written"
+            )
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """The user's optimizer inside Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def refuse_optimizer(optimizer: Optimizer) -> None:
+    """Raises for optimizers whose step looks at all parameters together, or that distribute state themselves.
+
+    Raises:
+        ConfigurationError: it is one of them.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            f"configure_optimizers returned {name}, whose step needs the gradients of all parameters in one process; a "
+            "pipeline's stages have only their own. Use one that treats parameters one by one (AdamW, SGD, ...)"
+        )
+    if hasattr(optimizer, "consolidate_state_dict"):
+        raise ConfigurationError(
+            f"configure_optimizers returned {name}, which distributes its state over processes itself; a pipeline does "
+            "that by stage. Return the optimizer that it wraps"
+        )
+
+
+def _name(parameter: Any, name_of: Mapping[int, str], group_index: int) -> str:
+    name = name_of.get(id(parameter))
+    if name is None:
+        raise ConfigurationError(
+            f"group {group_index} of the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not "
+            "registered in the LightningModule, so that no stage owns it; assign it as an attribute of the module (or "
+            "use nn.ParameterList for lists)"
+        )
+    return name

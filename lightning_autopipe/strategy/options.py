@@ -1,0 +1,169 @@
+"""What a user can set on the strategy, and which values are allowed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.core.plan import PipelinePlan
+
+Auto = Literal["auto"]
+
+DEFAULT_TIMEOUT_S = 1800.0
+"""How long a rank waits for another one before the run ends with an error."""
+
+_SCHEDULES = ("auto", "1f1b", "gpipe")
+_BACKENDS = (None, "gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyOptions:
+    """The options of `AutoPipeStrategy`, checked.
+
+    ``"auto"`` is always allowed and means the best choice that this version makes. A value whose feature is still to
+    come is refused, so that a setting is never ignored.
+
+    Raises:
+        ConfigurationError: a value is not allowed, still to come, or contradicts another one.
+    """
+
+    num_stages: int | Auto = "auto"
+    """Stages of each pipeline. ``"auto"``: all processes, divided by ``num_replicas``."""
+    num_replicas: int | Auto = "auto"
+    """Pipelines side by side, each on its own share of the data. ``"auto"``: 1, or what ``num_stages`` leaves."""
+    num_microbatches: int | Auto = "auto"
+    """Micro-batches per replica and step. ``"auto"``: four per stage, at most the batch's samples."""
+    schedule: str = "auto"
+    """``"1f1b"`` (few micro-batches alive at once) or ``"gpipe"`` (all of them). ``"auto"``: 1F1B."""
+    partition: Auto | Partition | Sequence[int] = "auto"
+    """The layer index at which each stage after the first begins. ``"auto"``: balanced by floating-point work."""
+    cut_after: Sequence[str] | None = None
+    """Module paths to cut after; still to come."""
+    plan: str | os.PathLike[str] | PipelinePlan | None = None
+    """A plan, or the JSON file of one, to use instead of making one."""
+    cluster: Any = None
+    """A description of devices and links; still to come."""
+    split_batch: Any = None
+    """Which leaves of a batch split along which dimension; still to come (found by tracing)."""
+    loss_over: str = "microbatch"
+    """What the loss is a mean over: ``"microbatch"``. ``"batch"`` (contrastive losses) is still to come."""
+    verify: bool | Auto = "auto"
+    """Prove the cut module against the whole one before training; True is still to come."""
+    gather_after_fit: bool = True
+    """After ``fit`` the module on global rank 0 is whole; False leaves every rank its own parameters only."""
+    deferred_batch_norm: bool = False
+    """Batch statistics over the whole batch; True is still to come."""
+    shard_optimizer: bool = False
+    """Share the optimizer's state between replicas; True is still to come."""
+    recompute: bool | Auto = "auto"
+    """Recompute activations in the backward; True is still to come."""
+    trace: Any = None
+    """Where to write a trace of the run; still to come."""
+    process_group_backend: str | None = None
+    """``"gloo"`` or ``"nccl"``. None: NCCL on CUDA devices, else gloo."""
+    timeout: timedelta | float = DEFAULT_TIMEOUT_S
+    """How long a rank waits for another one; a timedelta, or seconds."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "num_replicas", "num_microbatches"):
+            _check_count(name, getattr(self, name))
+        _check_choice("schedule", self.schedule, _SCHEDULES)
+        _check_choice("process_group_backend", self.process_group_backend, _BACKENDS)
+        _check_bool("gather_after_fit", self.gather_after_fit)
+        self._check_partition()
+        self._check_plan()
+        self._check_still_to_come()
+        _check_timeout(self.timeout)
+
+    @property
+    def timeout_s(self) -> float:
+        """The timeout in seconds."""
+        return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else float(self.timeout)
+
+    def _check_partition(self) -> None:
+        partition = self.partition
+        if isinstance(partition, Partition) or (isinstance(partition, str) and partition == "auto"):
+            return
+        is_cuts = isinstance(partition, Sequence) and not isinstance(partition, str)
+        if not is_cuts or any(isinstance(cut, bool) or not isinstance(cut, int) for cut in partition):
+            raise ConfigurationError(
+                'partition must be "auto", a Partition, or the list of layer indices at which the stages after the '
+                f"first begin; got {partition!r}"
+            )
+
+    def _check_plan(self) -> None:
+        plan = self.plan
+        if plan is None:
+            return
+        if not isinstance(plan, (str, os.PathLike, PipelinePlan)):
+            raise ConfigurationError(f"plan must be a file's path, a PipelinePlan or None; got {plan!r}")
+        if isinstance(plan, (str, os.PathLike)) and not os.path.isfile(plan):
+            raise ConfigurationError(
+                f"plan={os.fspath(plan)!r} is not a file; set the path of one, or leave plan unset"
+            )
+        decided = [
+            name
+            for name in ("num_stages", "num_replicas", "num_microbatches", "schedule")
+            if getattr(self, name) != "auto"
+        ]
+        if not (isinstance(self.partition, str) and self.partition == "auto"):
+            decided.append("partition")
+        if decided:
+            raise ConfigurationError(
+                f"a plan decides {', '.join(decided)} itself; set either plan or {' and '.join(decided)}, not both"
+            )
+
+    def _check_still_to_come(self) -> None:
+        for name, allowed in (
+            ("cut_after", (None,)),
+            ("cluster", (None, "auto")),
+            ("split_batch", (None, "auto")),
+            ("loss_over", ("microbatch", "auto")),
+            ("verify", ("auto", False)),
+            ("deferred_batch_norm", (False, "auto")),
+            ("shard_optimizer", (False, "auto")),
+            ("recompute", ("auto", False)),
+            ("trace", (None, "auto")),
+        ):
+            value = getattr(self, name)
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                shown = " or ".join(repr(choice) for choice in allowed)
+                raise ConfigurationError(
+                    f"{name}={value!r} is not supported yet: set {name} to {shown}, or leave it unset"
+                )
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, str) and value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f'{name} must be an integer >= 1 or "auto"; got {value!r}')
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        raise ConfigurationError(
+            f"{name} must be one of {', '.join(repr(choice) for choice in allowed)}; got {value!r}"
+        )
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name} must be True or False; got {value!r}")
+
+
+def _check_timeout(value: object) -> None:
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        seconds = float(value)
+    else:
+        raise ConfigurationError(f"timeout must be a timedelta or a number of seconds; got {value!r}")
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ConfigurationError(f"timeout must be a finite time > 0 s; got {value!r}")

@@ -1,0 +1,178 @@
+"""From the first batch to a plan."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.utils._pytree import tree_unflatten
+
+from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.planner import make_plan, resolve_sizes
+from lightning_autopipe.runtime.pipeline import Pipeline
+from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.options import StrategyOptions
+
+NO_BATCH = object()
+
+
+def plan_pipeline(
+    pipeline: Pipeline,
+    options: StrategyOptions,
+    plan: PipelinePlan | None,
+    communicator: Communicator,
+    *,
+    step_name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> PipelinePlan:
+    """Traces a step on the first batch, plans, and tells the pipeline. Collective over all ranks.
+
+    Args:
+        pipeline: Of the whole module.
+        options: What the user set.
+        plan: What the user gave; None makes one.
+        communicator: This rank's groups.
+        step_name: The step to plan for.
+        args: What it is called with: one whole batch, the same on all ranks.
+        kwargs: Keyword arguments alike.
+
+    Raises:
+        CaptureError: the step cannot be traced or cut.
+        BatchError: its batch cannot be split.
+        PlanError: the given plan does not fit the module.
+        ConfigurationError: there are more stages than layers.
+    """
+    profile = pipeline.profile(step_name, args, kwargs)
+    batch_size = pipeline.batch_size(step_name, args, kwargs)
+    layout = communicator.layout
+    if plan is None:
+        sizes = resolve_sizes(
+            num_stages=layout.num_stages,
+            num_replicas=layout.num_replicas,
+            num_microbatches=options.num_microbatches,
+            world_size=layout.world_size,
+            batch_size=batch_size,
+        )
+        if options.num_microbatches == "auto" and sizes.num_microbatches > 1 and communicator.global_rank == 0:
+            _warn_of_batch_norm(pipeline.module, sizes.num_microbatches)
+        plan = make_plan(
+            profile,
+            num_stages=layout.num_stages,
+            num_replicas=layout.num_replicas,
+            num_microbatches=sizes.num_microbatches,
+            schedule_name=options.schedule,
+            module_fingerprint=pipeline.module_fingerprint,
+            partition=options.partition,
+        )
+    # Every rank has planned alike, or there is a reason to stop: ranks that cut at different places would hang.
+    chosen = PipelinePlan.from_json(communicator.broadcast_in_world(plan.to_json()))
+    if chosen != plan:
+        raise PlanError(
+            f"global rank {communicator.global_rank} traced another step than global rank 0: the module, its arguments "
+            "or its flags differ between processes. Build the same module on every rank"
+        )
+    pipeline.set_plan(plan)
+    pipeline.num_microbatches = plan.num_microbatches
+    return plan
+
+
+def first_training_arguments(trainer: pl.Trainer) -> tuple[Any, ...] | None:
+    """What ``training_step`` will be called with first; None where there is nothing to train on. Collective.
+
+    The batch comes from the iteration that training will use, and will be served there again.
+    """
+    fit_loop = trainer.fit_loop
+    module = trainer.lightning_module
+    with _training_stage(trainer):
+        fit_loop.setup_data()
+        combined = fit_loop._combined_loader
+        if combined is None or fit_loop.max_batches == 0:
+            return None
+        for loader in combined.flattened:
+            epoch: Any = fit_loop.epoch_progress.current
+            _set_sampler_epoch(loader, epoch.processed)
+        leaves = [_peek(loader) for loader in combined.flattened]
+        if any(leaf is NO_BATCH for leaf in leaves):
+            return None
+        # A copy: the hooks may write into the batch, and will see it again when it is trained on.
+        batch = copy.deepcopy(tree_unflatten(leaves, combined._spec))
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, 0) if takes_index else (batch,)
+
+
+@contextlib.contextmanager
+def in_training_mode(trainer: pl.Trainer) -> Iterator[None]:
+    """The module as ``training_step`` will find it, in the middle of a validation."""
+    module = trainer.lightning_module
+    modes = {submodule: submodule.training for submodule in module.modules()}
+    captured = trainer.fit_loop.epoch_loop.val_loop._module_mode
+    if captured.mode:
+        captured.restore(module)
+    else:
+        module.train()
+    try:
+        with _training_stage(trainer), torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        for submodule, mode in modes.items():
+            submodule.training = mode
+
+
+@contextlib.contextmanager
+def random_state(state: dict[str, Any] | None, after: list[dict[str, Any]]) -> Iterator[None]:
+    """Draws from the global generators as they were in ``state``; appends how they were left, and puts all back."""
+    if state is None:
+        yield
+        return
+    before = _collect_rng_states()
+    _set_rng_states(state)
+    try:
+        yield
+        after.append(_collect_rng_states())
+    finally:
+        _set_rng_states(before)
+
+
+@contextlib.contextmanager
+def _training_stage(trainer: pl.Trainer) -> Iterator[None]:
+    stage = trainer.state.stage
+    trainer.state.stage = RunningStage.TRAINING
+    try:
+        yield
+    finally:
+        trainer.state.stage = stage
+
+
+def _peek(loader: Any) -> Any:
+    try:
+        return loader.peek()
+    except StopIteration:
+        return NO_BATCH
+
+
+def _warn_of_batch_norm(module: nn.Module, num_microbatches: int) -> None:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.modules.batchnorm._BatchNorm) and submodule.training:
+            warnings.warn(
+                f"{name} is a {type(submodule).__name__}: it takes its statistics from one of {num_microbatches} "
+                "micro-batches, not from the whole batch. Set num_microbatches yourself to say how many are fine "
+                "(1 for whole batches)",
+                stacklevel=2,
+            )
+            return

@@ -1,0 +1,215 @@
+"""The half of the strategy that knows processes and groups, and nothing of modules."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp,
+)
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.seed import _collect_rng_states, reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.fabric.utilities.types import ReduceOp
+from torch import Tensor
+
+from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.runtime.failure import FailureMonitor
+from lightning_autopipe.runtime.process_groups import ProcessGroups, create_process_groups
+from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.environment import given_plan, make_communicator, resolve_layout
+from lightning_autopipe.strategy.options import StrategyOptions
+from lightning_autopipe.strategy.refusals import refuse_sync_batchnorm
+
+T = TypeVar("T")
+
+
+class ProcessStrategy(ParallelStrategy):
+    """Processes, groups and collectives of a pipeline.
+
+    Lightning's collectives mean all ranks outside a step. Inside a step only the last stages reach them, so there, and
+    wherever Lightning means the replicas, they are over the ranks of one stage.
+    """
+
+    options: StrategyOptions
+
+    def __init__(self, options: StrategyOptions, **components: Any) -> None:
+        super().__init__(**components)
+        self.options = options
+        self._num_nodes = 1
+        self._plan: PipelinePlan | None = given_plan(options)
+        self._layout: ParallelLayout | None = None
+        self._groups: ProcessGroups | None = None
+        self._communicator: Communicator | None = None
+        self._monitor: FailureMonitor | None = None
+        self._random_state_at_start: dict[str, Any] | None = None
+
+    # Processes ----------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """What Lightning's connector asks strategies that it does not know."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Stages and replicas of this run.
+
+        Raises:
+            ConfigurationError: the options do not fit the number of processes.
+            PlanError: the given plan is for another number.
+        """
+        if self._layout is None or self._layout.world_size != self.world_size:
+            self._layout = resolve_layout(self.options, self._plan, self.world_size)
+        return self._layout
+
+    @property
+    def communicator(self) -> Communicator:
+        """This rank's groups for objects."""
+        assert self._communicator is not None, "setup_environment comes first"
+        return self._communicator
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.layout.num_replicas, "rank": self.layout.replica_index(self.global_rank)}
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step runs."""
+        return False
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception is being handled: other ranks may be gone, so nothing may wait for them."""
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero functions who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        refuse_sync_batchnorm(self._layer_sync)
+        assert self.layout  # refuses a wrong number of processes in the Trainer's own line
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.world_size > 1:
+            self._start_processes()
+        world_group = None if self._groups is None else self._groups.control
+        # Kept from run to run with what depends on it, unless the processes have met anew.
+        if self._communicator is None or self._communicator.world_group is not world_group:
+            self._communicator = make_communicator(self._groups, self.layout, self.root_device)
+
+    def _start_processes(self) -> None:
+        assert self.cluster_environment is not None
+        timeout = timedelta(seconds=self.options.timeout_s)
+        backend = self.options.process_group_backend
+        backend = backend or _get_default_process_group_backend_for_device(self.root_device)
+        device_id = self.root_device if self.root_device.type != "cpu" and backend == "nccl" else None
+        _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
+        self._groups = create_process_groups(
+            self.layout, timeout_s=self.options.timeout_s, backend=self.options.process_group_backend
+        )
+        self._monitor = FailureMonitor(self.layout)
+        self._monitor.start()
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._monitor is not None:
+            self._monitor.report(exception)
+
+    def teardown(self) -> None:
+        if self._monitor is not None:
+            self._monitor.stop()
+            self._monitor = None
+        assert self.cluster_environment is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        assert self.accelerator is not None
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # Collectives --------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        if name == "run-stage":
+            # Where a loader opened for planning has to draw as if it were opened after the sanity check.
+            self._random_state_at_start = _collect_rng_states()
+        if self.world_size == 1 or not dist.is_initialized() or self.is_interrupted or self._groups is None:
+            return
+        if self.is_in_step:
+            self.communicator.gather_over_replicas(None)
+        else:
+            dist.barrier(group=self._groups.control)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if self._communicator is None or self.is_interrupted:
+            return obj
+        if self.is_in_step:
+            values = self._communicator.gather_over_replicas(obj)
+            return values[self.layout.replica_index(src)]  # type: ignore[no-any-return]
+        return self._communicator.broadcast_in_world(obj, source=src)  # type: ignore[no-any-return]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduces a tensor over the replicas (or the group that is given); anything else is given back as it is."""
+        if not isinstance(tensor, Tensor) or self._groups is None:
+            return tensor
+        if group is None:
+            if self.layout.num_replicas == 1:
+                return tensor
+            group = self._groups.stage
+        return _sync_ddp(tensor, group=group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all replicas, stacked (or of the group that is given); with one replica the tensor itself."""
+        if self._groups is None:
+            return tensor
+        if group is None or group is dist.group.WORLD:
+            if self.layout.num_replicas == 1:
+                return tensor
+            group = self._groups.stage
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """One decision for all ranks: ``all`` or any of theirs."""
+        if self._groups is None or self.is_interrupted:
+            return decision
+        vote = torch.tensor([int(decision)])
+        operation = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
+        dist.all_reduce(vote, op=operation, group=self._groups.control)
+        return bool(vote.item())

@@ -1,0 +1,110 @@
+"""What a pipeline cannot train, said before the first batch, with the way out."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from lightning_autopipe.core.errors import ConfigurationError
+
+STEP_NAMES = ("training_step", "validation_step", "test_step", "predict_step")
+_PRECISION_PLUGINS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
+
+
+def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precision: Precision) -> None:
+    """Raises where this module, trainer or precision cannot run as a pipeline.
+
+    Raises:
+        ConfigurationError: it cannot; the message names the place and a way out.
+    """
+    _refuse_parameters(module)
+    _refuse_steps(module)
+    _refuse_precision(precision)
+    if trainer.state.fn != TrainerFn.FITTING:
+        return
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{name}.automatic_optimization is False: manual optimization runs backward inside training_step, which a "
+            "pipeline cuts into stages. Leave it True and return the loss; use one optimizer with parameter groups for "
+            "several learning rates"
+        )
+    if is_overridden("backward", module, parent=pl.LightningModule):
+        raise ConfigurationError(
+            f"{name}.backward is overridden, but a pipeline back-propagates each micro-batch itself and would not call "
+            "it. Remove it; change the loss in training_step, or gradients in on_after_backward"
+        )
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        _refuse_callback(callback)
+
+
+def refuse_sync_batchnorm(layer_sync: object) -> None:
+    """Raises where ``Trainer(sync_batchnorm=True)`` is set.
+
+    Raises:
+        ConfigurationError: it is.
+    """
+    if layer_sync is not None:
+        raise ConfigurationError(
+            "sync_batchnorm=True is not supported yet: batch norm takes its statistics from one micro-batch. Leave it "
+            "unset, and set a smaller num_microbatches for larger ones"
+        )
+
+
+def explain_several_optimizers(module: pl.LightningModule, error: RuntimeError) -> ConfigurationError:
+    """What to raise instead of Lightning's advice to optimize manually."""
+    return ConfigurationError(
+        f"{type(module).__name__}.configure_optimizers returned several optimizers, which Lightning allows under "
+        "manual optimization only, and a pipeline not at all. Return one optimizer with a parameter group for each of "
+        f"them (Lightning says: {error})"
+    )
+
+
+def _refuse_parameters(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UninitializedParameter) or (parameter.is_meta and type(parameter) is nn.Parameter):
+            raise ConfigurationError(
+                f"the parameter {name} has no values yet (a lazy module, or one on the meta device); give it values "
+                "before the run, in __init__ or configure_model"
+            )
+
+
+def _refuse_steps(module: pl.LightningModule) -> None:
+    for step_name in STEP_NAMES:
+        if is_param_in_hook_signature(getattr(module, step_name), "dataloader_iter", explicit=True):
+            raise ConfigurationError(
+                f"{type(module).__name__}.{step_name} takes a dataloader_iter, but only a pipeline's first stage reads "
+                "data. Take the batch (batch, batch_idx) instead"
+            )
+
+
+def _refuse_precision(precision: Precision) -> None:
+    if type(precision) not in _PRECISION_PLUGINS and not isinstance(precision, MixedPrecision):
+        raise ConfigurationError(
+            f"the precision plugin {type(precision).__name__} is not supported yet; set precision to 32-true, 64-true, "
+            "bf16-true or bf16-mixed"
+        )
+    if getattr(precision, "scaler", None) is not None:
+        raise ConfigurationError(
+            "precision='16-mixed' is not supported yet: all stages must decide together whether a step overflowed. Set "
+            "precision='bf16-mixed' (or 32-true)"
+        )
+
+
+def _refuse_callback(callback: Callback) -> None:
+    refused = ["StochasticWeightAveraging", "WeightAveraging", "BatchSizeFinder"]
+    is_refused = isinstance(callback, (StochasticWeightAveraging, BatchSizeFinder)) or any(
+        kind.__name__ in refused and kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning"))
+        for kind in type(callback).__mro__
+    )
+    if is_refused:
+        raise ConfigurationError(
+            f"the callback {type(callback).__name__} is not supported yet: it copies or compares the whole module, and "
+            "each stage has a part of it. Remove it from the Trainer's callbacks"
+        )

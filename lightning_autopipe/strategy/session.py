@@ -1,0 +1,311 @@
+"""One LightningModule as a pipeline, from the first batch to the end of the last run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from rich.console import Console
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_autopipe.capture.absent import computing_shapes, is_absent
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.runtime.gradient_reduction import GradientReducer
+from lightning_autopipe.runtime.pipeline import Pipeline
+from lightning_autopipe.runtime.process_groups import ProcessGroups
+from lightning_autopipe.runtime.tied_parameters import TiedParameters
+from lightning_autopipe.schedules import get_schedule
+from lightning_autopipe.strategy.checkpoint import StateGatherer
+from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.environment import with_ties
+from lightning_autopipe.strategy.gradients import GradientLedger
+from lightning_autopipe.strategy.metrics import SharedMetrics
+from lightning_autopipe.strategy.optimizers import WholeOptimizer
+from lightning_autopipe.strategy.options import StrategyOptions
+from lightning_autopipe.strategy.placement import broadcast_module, move_module
+from lightning_autopipe.strategy.planning import plan_pipeline
+from lightning_autopipe.strategy.step_exchange import StepResult, exchange_prediction, exchange_step
+from lightning_autopipe.strategy.step_log import StepRecorder
+from lightning_autopipe.visualization import plan_table
+
+_log = logging.getLogger(__name__)
+
+TRAINING_STEP = "training_step"
+
+
+class PipelineSession:
+    """What belongs to one module on this rank; lives from run to run (fit, validate, ...).
+
+    A run begins with the whole module or with what an earlier run has placed, `is_ready` from its first batch on.
+
+    Args:
+        module: The user's.
+        options: What the user set.
+        plan: What the user gave; None makes one from the first batch.
+        communicator: Groups for objects.
+        groups: The runtime's groups; None where there is one process.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        *,
+        options: StrategyOptions,
+        plan: PipelinePlan | None,
+        communicator: Communicator,
+        groups: ProcessGroups | None,
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.communicator = communicator
+        self.device = device
+        self.is_ready = False
+        self.is_placed = False
+        """Whether some rank has placeholders. Rank 0 may be whole all the same, after a fit."""
+        self.planned_step: str | None = None
+        self.optimizers: list[WholeOptimizer] = []
+        self.total_weight = 0.0
+        self._options = options
+        self._given_plan = plan
+        self._groups = groups
+        self._is_in_step = False
+        self._ledger: GradientLedger | None = None
+        self._ties: TiedParameters | None = None
+        self._uncounted: set[int] = set()
+        self.pipeline = self._make_pipeline()
+        self.recorder = StepRecorder(module, self.pipeline, stage_index=communicator.stage_index)
+        self.metrics = SharedMetrics(
+            module, communicator, is_in_step=lambda: self._is_in_step, is_tracing=lambda: self.pipeline.tracing
+        )
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the user's step runs: what it calls is called by some stages only."""
+        return self._is_in_step
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has every parameter."""
+        return not any(is_absent(parameter) for parameter in self.module.parameters())
+
+    # Before the first step ----------------------------------------------------
+
+    def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Notes what the optimizers of a fit look like on the whole module.
+
+        Raises:
+            ConfigurationError: one of them cannot work on stages.
+        """
+        self.optimizers = [WholeOptimizer(optimizer, self.module) for optimizer in optimizers]
+        if self.is_placed:
+            self._prune_optimizers()
+
+    def plan(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans from a step and one replica's batch. Collective over all ranks."""
+        args, kwargs = self.communicator.broadcast_in_world((args, kwargs))
+        with self._running(step_name), torch.inference_mode(False):
+            plan = plan_pipeline(
+                self.pipeline,
+                self._options,
+                self._given_plan,
+                self.communicator,
+                step_name=step_name,
+                args=args,
+                kwargs=kwargs,
+            )
+        self.planned_step = step_name
+        if self.communicator.global_rank == 0:
+            Console(width=None if Console().is_terminal else 120).print(plan_table(plan))
+
+    def make_ready(self) -> None:
+        """Leaves this rank its own part of the planned module, on its device. Collective over all ranks."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.is_placed:
+                broadcast_module(self.module, self.communicator.world_group)
+            self.pipeline.place()
+            self.is_placed = self.communicator.layout.num_stages > 1
+            move_module(self.module, self.device)
+            self._prune_optimizers()
+            _optimizers_to_device([whole.optimizer for whole in self.optimizers], self.device)
+        self._reduce_gradients_over_ranks()
+        self.is_ready = True
+
+    def _make_pipeline(self) -> Pipeline:
+        layout = self.communicator.layout
+        schedule = self._options.schedule if self._given_plan is None else self._given_plan.schedule_name
+        seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**63)
+        is_alone = self._groups is None or layout.num_stages == 1
+        return Pipeline(
+            self.module,
+            layout=layout,
+            global_rank=self.communicator.global_rank,
+            transport=None if is_alone or self._groups is None else self._groups.transport(self.device),
+            num_microbatches=1,
+            make_schedule=get_schedule,
+            schedule_name="1f1b" if schedule == "auto" else schedule,
+            seed=self.communicator.broadcast_in_world(seed),
+            device=self.device,
+        )
+
+    def _prune_optimizers(self) -> None:
+        owned = self.pipeline.owned_parameters(self.communicator.stage_index)
+        for whole in self.optimizers:
+            whole.prune(owned.__contains__)
+
+    def _reduce_gradients_over_ranks(self) -> None:
+        layout = self.communicator.layout
+        stages_by_name = {
+            name: stages for name, parameter in self.module.named_parameters() if len(stages := self._holders(name)) > 1
+        }
+        self._ties = None
+        replicas = None
+        if self._groups is not None:
+            if stages_by_name:
+                groups = with_ties(self._groups, stages_by_name.values(), self._options.process_group_backend)
+                self._ties = TiedParameters(stages_by_name, groups)
+            if layout.num_replicas > 1:
+                name = f"the replicas of stage {self.communicator.stage_index}"
+                replicas = GradientReducer(self._groups.stage, name=name)
+        own = {name: p for name, p in self.module.named_parameters() if not is_absent(p)}
+        self._uncounted = {
+            id(parameter) for name, parameter in own.items() if self._ties and not self._ties.is_counted(name)
+        }
+        self._ledger = GradientLedger(own, replicas=replicas, ties=self._ties)
+
+    def _holders(self, name: str) -> tuple[int, ...]:
+        stages = range(self.communicator.layout.num_stages)
+        return tuple(stage for stage in stages if name in self.pipeline.owned_parameters(stage))
+
+    def counts_in_norm(self, parameter: Tensor) -> bool:
+        """Whether this stage counts a parameter in a norm over all stages: a tied one counts once."""
+        return id(parameter) not in self._uncounted
+
+    # Steps --------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _running(self, step_name: str) -> Iterator[None]:
+        fx_name = self.module._current_fx_name
+        self.module._current_fx_name = step_name
+        self._is_in_step = True
+        try:
+            with self.recorder.recording():
+                yield
+        finally:
+            self._is_in_step = False
+            self.module._current_fx_name = fx_name
+
+    def run_training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int, reduce: bool) -> Any:
+        """Runs forward and backward of one batch; the gradients wait for `commit_gradients`."""
+        assert self._ledger is not None
+        self._ledger.set_aside()
+        with self._running(TRAINING_STEP), self.metrics.step(self.recorder.step_metrics):
+            outcome = self.pipeline.run(TRAINING_STEP, args, kwargs, training=True, step=step)
+        self._ledger.take_new(reduce=reduce)
+        result = self._exchange(outcome, training=True)
+        self.total_weight = result.total_weight
+        return result.output
+
+    def run_evaluation_step(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int) -> Any:
+        """Runs ``validation_step`` or ``test_step`` on one batch."""
+        with self._running(step_name), self.metrics.step(self.recorder.step_metrics):
+            outcome = self.pipeline.run(step_name, args, kwargs, training=False, step=step)
+        return self._exchange(outcome, training=False).output
+
+    def run_prediction_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int, whole: bool) -> Any:
+        """Runs ``predict_step`` on one batch."""
+        with self._running("predict_step"):
+            outcome = self.pipeline.run("predict_step", args, kwargs, training=False, step=step)
+        return exchange_prediction(outcome, self.communicator, whole=whole)
+
+    def commit_gradients(self, *, accumulated_batches: int, reduce: bool) -> None:
+        """Adds the last training step's gradients to those of the parameters."""
+        assert self._ledger is not None
+        self._ledger.commit(total_weight=self.total_weight, accumulated_batches=accumulated_batches, reduce=reduce)
+
+    def _exchange(self, outcome: Any, *, training: bool) -> StepResult:
+        step_values = self.metrics.step_values()
+        calls = self.recorder.take()
+        for call in calls.values():
+            if call.metric_attribute is not None:
+                call.step_value = step_values.get(call.metric_attribute)
+        result = exchange_step(outcome, calls, self.communicator, training=training)
+        self.recorder.replay(result.calls, self.device)
+        return result
+
+    # State --------------------------------------------------------------------
+
+    @property
+    def gatherer(self) -> StateGatherer:
+        """Brings the stages' state to rank 0."""
+        owners = {
+            name: stage
+            for stage in reversed(range(self.communicator.layout.num_stages))
+            for name in self.pipeline.owned_buffers(stage)
+        }
+        return StateGatherer(
+            self.module,
+            self.communicator,
+            parameter_owner=self.pipeline.parameter_owner,
+            buffer_owner=owners.get,
+        )
+
+    def gather_on_rank_zero(self) -> None:
+        """Makes the module whole on global rank 0. Collective over replica 0's pipeline."""
+        if self.is_placed:
+            self._fill(self.gatherer.gather_tensors())
+
+    def gather_everywhere(self) -> None:
+        """Makes the module whole on every rank. Collective over each pipeline."""
+        if not self.is_placed:
+            return
+        owners = self.gatherer
+        values: dict[str, Tensor] = {}
+        named: list[tuple[str, Tensor, int | None]] = [
+            *((name, p, self.pipeline.parameter_owner(name)) for name, p in self.module.named_parameters()),
+            *((name, b, owners.buffer_owner(name)) for name, b in self.module.named_buffers()),
+        ]
+        for name, tensor, owner in named:
+            if owner is not None:
+                own = tensor.detach().cpu() if owner == self.communicator.stage_index else None
+                values[name] = self.communicator.broadcast_in_pipeline(own, stage_index=owner)
+        self._fill(values)
+        self.is_placed = False
+
+    def sync_written_buffers(self) -> None:
+        """Gives every replica the buffers that replica 0's steps have written (running statistics)."""
+        group = self.communicator.replica_group
+        if group is None:
+            return
+        written = self.pipeline.owned_buffers(self.communicator.stage_index)
+        source = self.communicator.layout.global_rank(self.communicator.stage_index, 0)
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in written:
+                    message = buffer.detach().cpu().contiguous()
+                    dist.broadcast(message, src=source, group=group)
+                    buffer.copy_(message)
+
+    def end_run(self) -> None:
+        """Moves everything to host memory; the next run's first batch makes ready again."""
+        move_module(self.module, torch.device("cpu"))
+        _optimizers_to_device([whole.optimizer for whole in self.optimizers], torch.device("cpu"))
+        self.is_ready = False
+
+    def _fill(self, values: dict[str, Tensor]) -> None:
+        # The first call lets go of traces, which hold on to placeholders; torch refuses to exchange what is in use.
+        self.pipeline.restore({})
+        with computing_shapes():
+            self.pipeline.restore(values)
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in values:
+                    buffer.copy_(values[name])
