@@ -147,16 +147,24 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return leaf
         known = twins.get(id(leaf))
         if known is not None:
-            if known.shape != leaf.shape or known.stride() != leaf.stride():
-                raise CaptureError(
-                    f"{func} changes the shape of a tensor in place, from {tuple(known.shape)} to {tuple(leaf.shape)}; "
-                    "use the form that gives a new tensor (for example squeeze instead of squeeze_)."
-                )
+            if torch.Tag.inplace_view in func.tags:
+                _change_shape(func, args, kwargs)
             return known
         assert device is not None
         return AbsentTensor(leaf, device)
 
     return pytree.tree_map(wrap, result)
+
+
+def _change_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Let an in-place change of the shape (`transpose_`) act on the absent tensor itself, as it did on its twin."""
+    with torch.utils._mode_utils.no_dispatch():  # type: ignore[no-untyped-call]
+        before = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            func(*args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def _bool_masks_to_indices(args: Any) -> Any:

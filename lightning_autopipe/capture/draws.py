@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+_MASK = (1 << 64) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawKey:
@@ -25,6 +27,14 @@ class DrawKey:
         """Give a 63-bit seed for one place (a layer, a draw) of this micro-batch."""
         text = f"{self.seed}/{self.step}/{self.replica_index}/{self.microbatch_index}/{'/'.join(map(str, place))}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def layer_seed(microbatch_seed: int, layer_index: int) -> int:
+    """Give a layer's 63-bit seed from its micro-batch's (one round of SplitMix64: it runs once a layer and step)."""
+    mixed = (microbatch_seed + (layer_index + 1) * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (mixed ^ (mixed >> 31)) >> 1
 
 
 def seed_torch(seed: int, device: torch.device) -> None:

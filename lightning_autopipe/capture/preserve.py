@@ -14,9 +14,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import AbsentTensor
 
 _MAX_CONTAINER = 100_000
+# Write the running statistics (arguments 3 and 4) when training (argument 5), though their schemas do not say so.
+_WRITE_STATISTICS = frozenset(
+    {
+        torch.ops.aten.native_batch_norm.default,
+        torch.ops.aten.cudnn_batch_norm.default,
+        torch.ops.aten.miopen_batch_norm.default,
+    }
+)
 _MODULE_REGISTRIES = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -31,15 +40,19 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.begin()
 
-    def begin(self) -> None:
-        """Start observing one operation."""
+    def begin(self, *, note_inputs: bool = False) -> None:
+        """Start observing one operation; `inputs` collects the tensors that it computes with, if asked for."""
         self.written: list[torch.Tensor] = []
+        self.inputs: dict[int, torch.Tensor] = {}
+        self._notes_inputs = note_inputs
         self.is_random = False
         self.flops = 0.0
         self.sized_by_data = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._notes_inputs:
+            self.inputs.update((id(tensor), tensor) for _, tensor in tree.tensors((args, kwargs)))
         for tensor in _written_arguments(func, args, kwargs):
             self.written.append(tensor)
             if not isinstance(tensor, AbsentTensor) and id(tensor) not in self._saved:
@@ -61,6 +74,8 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _written_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    if func in _WRITE_STATISTICS and args[5]:
+        yield from (tensor for tensor in args[3:5] if tensor is not None)
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import AbsentTensor
 from lightning_autopipe.capture.cuts import CutTable
-from lightning_autopipe.capture.draws import DrawKey, seed_torch, seeded
+from lightning_autopipe.capture.draws import DrawKey, layer_seed, seed_python, seed_torch, seeded
 from lightning_autopipe.capture.interception import OperationMode
 from lightning_autopipe.capture.losses import KEEPS_COUNT, num_terms
 from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, ValueIndex
@@ -145,6 +145,8 @@ class _Replay(OperationMode):
         self.num_operations = len(self.operations)
         self.start, self.stop = program.start, program.stop
         self.key = key
+        self.microbatch_seed = key.derive("layers")
+        self.keyed_layer = -1
         self.position = 0
         self.draws_here = (-1, 0)
         self.received: dict[int, Tensor] = {}
@@ -167,6 +169,8 @@ class _Replay(OperationMode):
                 attributes = module.__dict__
                 replaced.append((attributes, attributes.get("forward")))
                 attributes["forward"] = self._treated_forward(module.forward, table)
+            seed_python(self.key.derive("python"))
+            seed_torch(self.key.derive("start", self.start), program.device)
             with self:
                 self._arrive()
                 if self.stop == 0 and not program.is_last:
@@ -382,7 +386,9 @@ class _Replay(OperationMode):
                 self._key_draws(layer_index)
 
     def _key_draws(self, layer_index: int) -> None:
-        seed_torch(self.key.derive("layer", layer_index), self.program.device)
+        if layer_index != self.keyed_layer:  # a module's call begins where the operation before it ended
+            self.keyed_layer = layer_index
+            seed_torch(layer_seed(self.microbatch_seed, layer_index), self.program.device)
 
     def _mismatch(self, what: str) -> TraceMismatchError:
         index = min(self.position, self.num_operations - 1)

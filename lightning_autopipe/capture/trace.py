@@ -218,7 +218,9 @@ class _Tracer(OperationMode):
                     f"{tuple(tensor.shape)} whose origin the trace did not see (argument {path}): it was made inside "
                     "TorchScript, vmap or a compiled function, or kept from an earlier step."
                 )
-        self._observer.begin()
+        is_custom = isinstance(function, type)  # its code may use tensors that it is not given
+        self._observer.begin(note_inputs=is_custom)
+        shapes = [tensor.shape for _, tensor in found]
         try:
             run_args, run_kwargs = tree.map_tensors(self._absent_form, (args, kwargs))
             was_paused, self.is_paused = self.is_paused, True
@@ -230,6 +232,11 @@ class _Tracer(OperationMode):
             if all(self._is_buffer(t) for _, t in found if self._is_activation(t)):
                 return run(*args, **kwargs)  # the value of a buffer that the step writes, a counter say
             raise
+        if any(tensor.shape != shape for (_, tensor), shape in zip(found, shapes, strict=True)):
+            raise CaptureError(
+                f"{function_name(function)} in {self._module_path() or self.step_name} changes the shape of a tensor "
+                "in place; use the form that gives a new tensor (for example squeeze instead of squeeze_)."
+            )
         written = self._written_storages()
         has_tensors = any(True for _ in tree.tensors(result))
         if not has_tensors and not written and function not in _SIDE_EFFECTS:
@@ -265,6 +272,14 @@ class _Tracer(OperationMode):
                 (parameters if id(tensor) in self.parameter_names else buffers).append(name)
             elif self._is_activation(tensor):
                 reads.append(self._value(tensor).index)
+        hidden_reads: list[int] = []
+        for tensor in self._observer.inputs.values():
+            original = self._real_of.get(id(tensor), tensor)
+            name = self.state_names.get(id(original))
+            if name is not None:
+                (parameters if id(original) in self.parameter_names else buffers).append(name)
+            elif id(original) in self._value_of:
+                hidden_reads.append(self._value_of[id(original)].index)
         written_arguments = self._note_writes(position, found, written)
         sized_by_data = self._observer.sized_by_data or any(self.values[v].sized_by_data for v in reads)
         made: dict[tree.LeafPath, int] = {}
@@ -307,7 +322,7 @@ class _Tracer(OperationMode):
                 is_mean_loss=function in MEAN_LOSSES if callable(function) else False,
             )
         )
-        for index in dict.fromkeys(reads):
+        for index in dict.fromkeys((*reads, *hidden_reads)):
             self.values[index].reads.append(position)
         return visible
 
