@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,29 +12,20 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import _set_rng_states
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
-from lightning_autopipe.strategy.checkpoint import load_checked, save_atomically, whole_state_dict
-from lightning_autopipe.strategy.clipping import PipelineClipping
-from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.loader import PipelineLoader
-from lightning_autopipe.strategy.optimizers import unwrapped
+from lightning_autopipe.strategy.module_strategy import ModuleStrategy
 from lightning_autopipe.strategy.options import DEFAULT_TIMEOUT_S, Auto, StrategyOptions
 from lightning_autopipe.strategy.planning import first_training_arguments, in_training_mode, random_state
 from lightning_autopipe.strategy.predictions import silence_writers, unsilence_writers
-from lightning_autopipe.strategy.process_strategy import ProcessStrategy
-from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
-from lightning_autopipe.strategy.session import TRAINING_STEP, PipelineSession
+from lightning_autopipe.strategy.session import TRAINING_STEP
 
 
-class AutoPipeStrategy(ProcessStrategy):
+class AutoPipeStrategy(ModuleStrategy):
     """Trains an unchanged LightningModule as a pipeline of stages, one a process: ``Trainer(strategy="autopipe_h")``.
 
     Every option takes ``"auto"`` or its default; a value whose feature is still to come is refused.
@@ -129,99 +119,7 @@ class AutoPipeStrategy(ProcessStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._session: PipelineSession | None = None
-        self._patches: LightningPatches | None = None
-        self._clipping: PipelineClipping | None = None
-        self._loaders: list[PipelineLoader] = []
-        self._is_accumulating = False
         self._random_state_after_peek: list[dict[str, Any]] = []
-
-    # Beginning and end of a run -----------------------------------------------
-
-    @property
-    def session(self) -> PipelineSession:
-        """The module as a pipeline."""
-        assert self._session is not None, "setup comes first"
-        return self._session
-
-    @property
-    def trainer(self) -> pl.Trainer:
-        """Whose strategy this is."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @property
-    def is_in_step(self) -> bool:
-        return self._session is not None and self._session.is_in_step
-
-    def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None
-        module = self.lightning_module
-        assert module is not None
-        self.accelerator.setup(trainer)
-        refuse_unsupported(trainer, module, self.precision_plugin)
-        self._begin_session(module)
-        self._patches = LightningPatches(trainer, self.communicator)
-        self._patches.install()
-        self.session.metrics.install()
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
-        self._clipping = PipelineClipping(
-            self.precision_plugin, counts=self.session.counts_in_norm, communicator=self.communicator
-        )
-        self._clipping.install()
-
-    def _begin_session(self, module: pl.LightningModule) -> None:
-        known = self._session
-        if known is not None and known.module is module and known.communicator is self._communicator:
-            if self.trainer.state.fn == TrainerFn.FITTING and known.planned_step not in (None, TRAINING_STEP):
-                # Planned for an evaluation; training may use parameters that it does not.
-                known.gather_everywhere()
-            else:
-                return
-        else:
-            self.model = self.precision_plugin.convert_module(module)
-        self._session = PipelineSession(
-            module,
-            options=self.options,
-            plan=self._plan,
-            communicator=self.communicator,
-            groups=self._groups,
-            device=self.root_device,
-        )
-
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        assert self.lightning_module is not None
-        try:
-            super().setup_optimizers(trainer)
-        except RuntimeError as error:
-            if "multiple optimizers" in str(error):
-                raise explain_several_optimizers(self.lightning_module, error) from error
-            raise
-        self.session.note_optimizers(self.optimizers)
-
-    def model_to_device(self) -> None:
-        """Nothing: parameters move once it is known which ones stay here."""
-
-    def teardown(self) -> None:
-        session = self._session
-        if session is not None:
-            if session.is_ready and not self.is_interrupted:
-                is_fit = self.trainer.state.fn == TrainerFn.FITTING
-                if is_fit and self.options.gather_after_fit:
-                    session.gather_on_rank_zero()
-            session.end_run()
-            session.metrics.remove()
-        if self._clipping is not None:
-            self._clipping.remove()
-        if self._patches is not None:
-            self._patches.remove()
-        if self.lightning_module is not None and self.lightning_module._trainer is not None:
-            unsilence_writers(self.trainer.callbacks)
-        self._loaders.clear()
-        self._is_accumulating = False
-        super().teardown()
 
     # Data ---------------------------------------------------------------------
 
@@ -304,74 +202,6 @@ class AutoPipeStrategy(ProcessStrategy):
         with self.precision_plugin.forward_context():
             self.session.plan(step_name, args, kwargs)
 
-    # Gradients and optimizers -------------------------------------------------
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Lightning enters this for batches that only accumulate."""
-        self._is_accumulating = True
-        try:
-            yield
-        finally:
-            self._is_accumulating = False
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Adds the gradients that the schedule left; the hooks around a backward run as ever."""
-        module = self.lightning_module
-        assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.session.commit_gradients(
-            accumulated_batches=self.trainer.accumulate_grad_batches, reduce=not self._is_accumulating
-        )
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of the optimizer on the whole module; complete on global rank 0."""
-        session = self.session
-        whole = next(w for w in session.optimizers if w.optimizer is unwrapped(optimizer))
-        if self.is_interrupted or not session.is_placed:
-            return whole.state_dict(whole.local_states())
-        return whole.state_dict(session.gatherer.gather_optimizer_states(whole))
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for whole, state in zip(self.session.optimizers, checkpoint["optimizer_states"], strict=True):
-            whole.load_state_dict(state)
-
-    # Checkpoints --------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's keys; on global rank 0 with all values."""
-        session = self.session
-        received: dict[str, Tensor] = {}
-        if session.is_placed and not self.is_interrupted:
-            received = session.gatherer.gather_tensors()
-        return whole_state_dict(session.module, received)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        if not self.is_global_zero:
-            return
-        if self.is_interrupted and self._session is not None and self._session.is_placed:
-            rank_zero_warn(
-                f"no checkpoint is written to {os.fspath(filepath)!r}: an exception ended the run, and other stages "
-                "cannot be asked for their parameters any more. Resume from the last regular checkpoint"
-            )
-            return
-        save_atomically(checkpoint, filepath, self.checkpoint_io, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        return load_checked(
-            lambda: super(AutoPipeStrategy, self).load_checkpoint(checkpoint_path, weights_only), checkpoint_path
-        )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        session = self._session
-        if session is not None and session.module is self.lightning_module:
-            session.gather_everywhere()
-        super().load_model_state_dict(checkpoint, strict=strict)
-
     # Hooks --------------------------------------------------------------------
 
     def on_train_start(self) -> None:
@@ -387,10 +217,10 @@ class AutoPipeStrategy(ProcessStrategy):
     def on_predict_start(self) -> None:
         self._sync_buffers()
         if not self.communicator.is_last_stage:
-            silence_writers(self.trainer.callbacks)
+            silence_writers(self.callbacks)
 
     def on_predict_end(self) -> None:
-        unsilence_writers(self.trainer.callbacks)
+        unsilence_writers(self.callbacks)
 
     def _sync_buffers(self) -> None:
         if self.session.planned_step is not None:

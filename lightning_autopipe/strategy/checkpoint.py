@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,26 @@ class StateGatherer:
         self._module = module
         self._communicator = communicator
         self._parameter_owner = parameter_owner
-        self.buffer_owner = buffer_owner
+        self._buffer_owner = buffer_owner
         self._receiver_stage = communicator.layout.num_stages - 1
 
     def gather_tensors(self) -> dict[str, Tensor]:
         """On rank 0 every parameter and buffer whose owner is another stage, by first name, in host memory; else {}."""
         received: dict[str, Tensor] = {}
-        owned: list[tuple[str, Tensor, int]] = [
-            (name, parameter, self._parameter_owner(name)) for name, parameter in self._module.named_parameters()
-        ]
-        for name, buffer in self._module.named_buffers():
-            owner = self.buffer_owner(name)
-            if owner is not None:
-                owned.append((name, buffer, owner))
-        for name, tensor, owner in owned:
+        for name, tensor, owner in self._owned():
             value = self._transfer(tensor, owner)
             if value is not None:
                 received[name] = value
         return received
+
+    def gather_tensors_everywhere(self) -> dict[str, Tensor]:
+        """On every rank all parameters and written buffers, by first name, in host memory. Collective over pipelines."""
+        return {
+            name: self._communicator.broadcast_in_pipeline(
+                tensor.detach().cpu() if owner == self._communicator.stage_index else None, stage_index=owner
+            )
+            for name, tensor, owner in self._owned()
+        }
 
     def gather_optimizer_states(self, optimizer: WholeOptimizer) -> dict[int, Any]:
         """On rank 0 the state of every parameter, by its position in the whole optimizer; elsewhere this rank's own."""
@@ -78,6 +80,15 @@ class StateGatherer:
                 self._communicator.receive_object(source=self._communicator.layout.global_rank(stage_index, 0))
             )
         return owned
+
+    def _owned(self) -> Iterator[tuple[str, Tensor, int]]:
+        """All tensors that stages own, in one order on all ranks."""
+        for name, parameter in self._module.named_parameters():
+            yield name, parameter, self._parameter_owner(name)
+        for name, buffer in self._module.named_buffers():
+            owner = self._buffer_owner(name)
+            if owner is not None:
+                yield name, buffer, owner
 
     def _transfer(self, tensor: Tensor, owner: int) -> Tensor | None:
         communicator = self._communicator

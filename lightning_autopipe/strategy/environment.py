@@ -64,8 +64,13 @@ def make_communicator(groups: ProcessGroups | None, layout: ParallelLayout, devi
     if key not in known:
 
         def gloo_group(ranks: Iterable[int], what: str) -> dist.ProcessGroup:
-            timeout = timedelta(seconds=groups.timeout_s)
-            return dist.new_group(sorted(ranks), timeout=timeout, backend="gloo", group_desc=f"autopipe objects {what}")
+            group: dist.ProcessGroup = dist.new_group(
+                sorted(ranks),
+                timeout=timedelta(seconds=groups.timeout_s),
+                backend="gloo",
+                group_desc=f"autopipe objects {what}",
+            )
+            return group
 
         # Every rank makes every group, its own or not, in this one order.
         pipelines = [gloo_group(layout.pipeline_ranks(r), f"pipeline {r}") for r in range(layout.num_replicas)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
@@ -31,15 +33,12 @@ def move_module(module: nn.Module, device: torch.device) -> None:
             submodule._device = device
 
 
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup | None, *, source: int = 0) -> None:
-    """Gives every rank the parameters and buffers of one, in place. Collective over the group; the module is whole.
-
-    Processes that were not seeded alike have built different modules.
-    """
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, *, source: int) -> None:
+    """Gives every rank of a (gloo) group the values that one global rank has, in place. Collective over the group."""
     if group is None:
         return
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
+        for tensor in tensors:
             data = tensor.data
             message = data.cpu().contiguous()
             dist.broadcast(message, src=source, group=group)

@@ -18,8 +18,8 @@ from lightning.fabric.utilities.seed import _collect_rng_states, reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.fabric.utilities.types import ReduceOp
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
@@ -154,6 +154,8 @@ class ProcessStrategy(ParallelStrategy):
             self._monitor.report(exception)
 
     def teardown(self) -> None:
+        # All leave the run together: one that still fails would tell it to nobody, and the others wait in the next run.
+        self.barrier("teardown")
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from rich.console import Console
 from torch import Tensor
@@ -30,7 +30,7 @@ from lightning_autopipe.strategy.gradients import GradientLedger
 from lightning_autopipe.strategy.metrics import SharedMetrics
 from lightning_autopipe.strategy.optimizers import WholeOptimizer
 from lightning_autopipe.strategy.options import StrategyOptions
-from lightning_autopipe.strategy.placement import broadcast_module, move_module
+from lightning_autopipe.strategy.placement import broadcast_tensors, move_module
 from lightning_autopipe.strategy.planning import plan_pipeline
 from lightning_autopipe.strategy.step_exchange import StepResult, exchange_prediction, exchange_step
 from lightning_autopipe.strategy.step_log import StepRecorder
@@ -130,7 +130,9 @@ class PipelineSession:
         """Leaves this rank its own part of the planned module, on its device. Collective over all ranks."""
         with torch.inference_mode(False), torch.no_grad():
             if not self.is_placed:
-                broadcast_module(self.module, self.communicator.world_group)
+                # Processes that were not seeded alike have built different modules.
+                tensors = (*self.module.parameters(), *self.module.buffers())
+                broadcast_tensors(tensors, self.communicator.world_group, source=0)
             self.pipeline.place()
             self.is_placed = self.communicator.layout.num_stages > 1
             move_module(self.module, self.device)
@@ -267,32 +269,18 @@ class PipelineSession:
         """Makes the module whole on every rank. Collective over each pipeline."""
         if not self.is_placed:
             return
-        owners = self.gatherer
-        values: dict[str, Tensor] = {}
-        named: list[tuple[str, Tensor, int | None]] = [
-            *((name, p, self.pipeline.parameter_owner(name)) for name, p in self.module.named_parameters()),
-            *((name, b, owners.buffer_owner(name)) for name, b in self.module.named_buffers()),
-        ]
-        for name, tensor, owner in named:
-            if owner is not None:
-                own = tensor.detach().cpu() if owner == self.communicator.stage_index else None
-                values[name] = self.communicator.broadcast_in_pipeline(own, stage_index=owner)
-        self._fill(values)
+        self._fill(self.gatherer.gather_tensors_everywhere())
         self.is_placed = False
 
     def sync_written_buffers(self) -> None:
         """Gives every replica the buffers that replica 0's steps have written (running statistics)."""
-        group = self.communicator.replica_group
-        if group is None:
-            return
-        written = self.pipeline.owned_buffers(self.communicator.stage_index)
-        source = self.communicator.layout.global_rank(self.communicator.stage_index, 0)
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                if name in written:
-                    message = buffer.detach().cpu().contiguous()
-                    dist.broadcast(message, src=source, group=group)
-                    buffer.copy_(message)
+        stage_index = self.communicator.stage_index
+        written = self.pipeline.owned_buffers(stage_index)
+        broadcast_tensors(
+            [buffer for name, buffer in self.module.named_buffers() if name in written],
+            self.communicator.replica_group,
+            source=self.communicator.layout.global_rank(stage_index, 0),
+        )
 
     def end_run(self) -> None:
         """Moves everything to host memory; the next run's first batch makes ready again."""
@@ -301,8 +289,9 @@ class PipelineSession:
         self.is_ready = False
 
     def _fill(self, values: dict[str, Tensor]) -> None:
-        # The first call lets go of traces, which hold on to placeholders; torch refuses to exchange what is in use.
+        # Traces hold on to placeholders, and torch refuses to exchange what is in use: the first call lets go of them.
         self.pipeline.restore({})
+        gc.collect()
         with computing_shapes():
             self.pipeline.restore(values)
         with torch.no_grad():
