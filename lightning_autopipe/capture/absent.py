@@ -158,7 +158,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _change_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Let an in-place change of the shape (`transpose_`) act on the absent tensor itself, as it did on its twin."""
-    with torch.utils._mode_utils.no_dispatch():  # type: ignore[no-untyped-call]
+    with torch.utils._mode_utils.no_dispatch():
         before = torch._C._meta_in_tls_dispatch_include()
         torch._C._set_meta_in_tls_dispatch_include(True)
         try:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
-from lightning_autopipe.capture.records import CutKey, Layer, StepTrace
+from torch.nn.modules._functions import BackwardHookFunction
+
+from lightning_autopipe.capture.records import CutKey, Layer, Operation, StepTrace
 from lightning_autopipe.core.errors import CaptureError, PlanError
 
 _NEGLIGIBLE_SHARE = 1e-3  # of the work and of the parameters: not worth a layer of its own
@@ -17,9 +19,10 @@ _MORE_BYTES = 2.5  # how much more may cross there than at the ends of the piece
 class CutTable:
     """For every position of a trace: which values cross it, and whether a cut there keeps the step's meaning.
 
-    A cut is refused inside a checkpointed region, across a value that cannot be handed over (its size depends on the
-    data, or no operation shows it), across a buffer that is written before or after and used on both sides, and where
-    two crossing values share memory that is written later (copies would sever the alias).
+    A cut is refused inside a checkpointed region or a module with full backward hooks, across a value that cannot be
+    handed over (its size depends on the data, no operation shows it, or a hook needs its place in the graph), across a
+    buffer or parameter that the step writes and that is used on both sides, and where two crossing values share memory
+    that is written later (copies would sever the alias).
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -35,7 +38,7 @@ class CutTable:
         for op in trace.operations:
             for storage in op.written_storages:
                 self._last_write[storage] = op.index
-        self._buffer_span = self._find_buffer_spans()
+        self._written_state_spans = self._find_written_state_spans()
         # Behind the last operation that takes a parameter there is nothing to share out.
         self.last_useful = max((op.index for op in trace.operations if op.parameters), default=0)
         self.crossing: list[tuple[int, ...]] = []
@@ -53,10 +56,10 @@ class CutTable:
         """Tell whether the memory of a value is written by an operation at or after `position`."""
         return self._last_write.get(self.trace.values[value_index].storage, -1) >= position
 
-    def _find_buffer_spans(self) -> dict[str, tuple[int, int]]:
+    def _find_written_state_spans(self) -> dict[str, tuple[int, int]]:
         spans: dict[str, tuple[int, int]] = {}
         for op in self.trace.operations:
-            for name in op.buffers:
+            for name in (*op.buffers, *self.trace.written_parameters.intersection(op.parameters)):
                 first, _ = spans.get(name, (op.index, op.index))
                 spans[name] = (first, op.index)
         return spans
@@ -70,12 +73,14 @@ class CutTable:
         region = operations[position].region
         if region is not None and region == operations[position - 1].region:
             return False
-        if any(first < position <= last for first, last in self._buffer_span.values()):
+        if any(first < position <= last for first, last in self._written_state_spans.values()):
             return False
         storages: set[int] = set()
         for index in self.crossing[position]:
             value = self.trace.values[index]
             if value.slot is None or value.sized_by_data:
+                return False
+            if operations[value.maker].function is BackwardHookFunction:
                 return False
             if value.storage in storages and self.written_after(index, position):
                 return False
@@ -166,6 +171,28 @@ def positions_from_keys(trace: StepTrace, table: CutTable, keys: Sequence[CutKey
             return None
         positions.append(position)
     return positions
+
+
+def is_same_path(a: StepTrace, b: StepTrace, stop: int | None = None) -> bool:
+    """Tell whether two traces have the same operations, up to a position."""
+    if stop is None and len(a.operations) != len(b.operations):
+        return False
+    return [_what(op) for op in a.operations[:stop]] == [_what(op) for op in b.operations[:stop]]
+
+
+def crossing_meaning(trace: StepTrace, table: CutTable, position: int) -> list[tuple[Hashable, ...]]:
+    """Describe the values that cross a position by the operations that made and wrote them."""
+    meaning: list[tuple[Hashable, ...]] = []
+    for index in table.crossing[position]:
+        value = trace.values[index]
+        writers = [op for op in trace.operations[value.maker : position] if value.storage in op.written_storages]
+        maker = trace.operations[value.maker]
+        meaning.append((_what(maker), value.slot, tuple(value.absent.shape), tuple(_what(op) for op in writers)))
+    return meaning
+
+
+def _what(op: Operation) -> Hashable:
+    return op.function, op.module_path, op.parameters, op.buffers
 
 
 def check_owners(

@@ -138,7 +138,7 @@ class StepTrace:
 
     `end_reason` is None when the step returned; otherwise why the trace ended early (after the last parameter's use).
     `used_at_end` are the values in what the step returned; `inputs_read` the `id`s of the batch
-    tensors that it computed with.
+    tensors that it computed with; `written_parameters` those that the step itself writes (a clamp, a moving average).
     """
 
     operations: list[Operation]
@@ -152,6 +152,7 @@ class StepTrace:
     parameter_elements: dict[str, int]
     state_names: dict[int, str]
     inputs_read: frozenset[int]
+    written_parameters: frozenset[str] = frozenset()
     layers: tuple[Layer, ...] = ()
     seconds: float = 0.0
 

@@ -28,7 +28,12 @@ class StageExit(BaseException):
 
 
 class TraceMismatchError(CaptureError):
-    """The step took another path than the one that was traced."""
+    """The step took another path than the one that was traced.
+
+    `can_retry` tells that the failed run has left nothing behind: no buffer written, nothing logged.
+    """
+
+    can_retry = True
 
 
 @dataclass(slots=True)
@@ -393,10 +398,13 @@ class _Replay(OperationMode):
     def _mismatch(self, what: str) -> TraceMismatchError:
         index = min(self.position, self.num_operations - 1)
         place = self.operations[index].module_path or "the LightningModule's step"
-        return TraceMismatchError(
+        error = TraceMismatchError(
             f"The step took another path than when it was traced: {what} (near {place}). A stage cannot be cut out of "
             "a step whose path depends on values or on the step's number; make the path depend on shapes only."
         )
+        done = self.operations[self.start : self.position]
+        error.can_retry = not any(op.buffers or op.function == "counted_call" for op in done)
+        return error
 
 
 def terms_of(tensor: Any) -> Tensor | None:

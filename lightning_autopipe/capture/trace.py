@@ -43,6 +43,7 @@ _METADATA = frozenset(
 )
 _META = torch.device("meta")
 _TORCH_CHECKPOINT = "torch/utils/checkpoint.py"
+_TORCH_MODULE = "torch/nn/modules/module.py"
 _OWN_CODE = ("lightning_autopipe/capture/", "torch/", "lightning/pytorch/", "pytorch_lightning/", "torchmetrics/")
 
 
@@ -80,6 +81,8 @@ class _Tracer(OperationMode):
             _storage_key(b): name for name, b in module.named_buffers() if not is_absent(b) and b.numel() > 0
         }
         self.written_buffers = written_buffers
+        self.parameter_storages = {_storage_key(p): name for name, p in module.named_parameters() if not is_absent(p)}
+        self.written_parameters: set[str] = set()
         self.state_names = dict(self.parameter_names)
         self.state_names.update({id(b): n for n, b in module.named_buffers() if n in written_buffers})
         self.operations: list[Operation] = []
@@ -133,6 +136,7 @@ class _Tracer(OperationMode):
             parameter_elements={name: p.numel() for name, p in self.module.named_parameters()},
             state_names=self.state_names,
             inputs_read=frozenset(self._inputs_read),
+            written_parameters=frozenset(self.written_parameters),
         )
 
     def _explain_end(self, error: Exception) -> str:
@@ -220,19 +224,20 @@ class _Tracer(OperationMode):
                 )
         is_custom = isinstance(function, type)  # its code may use tensors that it is not given
         self._observer.begin(note_inputs=is_custom)
-        shapes = [tensor.shape for _, tensor in found]
         try:
             run_args, run_kwargs = tree.map_tensors(self._absent_form, (args, kwargs))
             was_paused, self.is_paused = self.is_paused, True
             try:
+                shapes = [tensor.shape for _, tensor in found]
                 result = run(*run_args, **run_kwargs)
+                keeps_shapes = all(t.shape == shape for (_, t), shape in zip(found, shapes, strict=True))
             finally:
                 self.is_paused = was_paused
         except AbsentValueError:
             if all(self._is_buffer(t) for _, t in found if self._is_activation(t)):
                 return run(*args, **kwargs)  # the value of a buffer that the step writes, a counter say
             raise
-        if any(tensor.shape != shape for (_, tensor), shape in zip(found, shapes, strict=True)):
+        if not keeps_shapes:
             raise CaptureError(
                 f"{function_name(function)} in {self._module_path() or self.step_name} changes the shape of a tensor "
                 "in place; use the form that gives a new tensor (for example squeeze instead of squeeze_)."
@@ -414,6 +419,8 @@ class _Tracer(OperationMode):
                     written.add(_cdata(self._bases[real_key]))
             if real_key is not None and real_key in self.buffer_storages:
                 self.written_buffers |= {self.buffer_storages[real_key]}
+            if real_key is not None and real_key in self.parameter_storages:
+                self.written_parameters.add(self.parameter_storages[real_key])
         return written
 
     def _note_writes(
@@ -447,13 +454,19 @@ class _Tracer(OperationMode):
         return tree.map_leaves(leaf, result)
 
     def _region(self) -> int | None:
-        """Number the checkpointed region that the running code lies in (the outermost one)."""
+        """Number the region without cuts that the running code lies in (the outermost one).
+
+        That is a checkpointed call, or the call of a module with full backward hooks, which tie its ends together.
+        """
         frame: FrameType | None = sys._getframe(1)
         outermost = None
         while frame is not None:
             code = frame.f_code
             if code.co_name == "checkpoint" and code.co_filename.endswith(_TORCH_CHECKPOINT):
                 outermost = frame
+            elif code.co_name == "inner" and code.co_filename.endswith(_TORCH_MODULE):
+                if frame.f_locals.get("bw_hook") is not None:
+                    outermost = frame
             frame = frame.f_back
         if outermost is None:
             return None

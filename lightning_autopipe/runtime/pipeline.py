@@ -14,7 +14,7 @@ from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.interception import current
 from lightning_autopipe.capture.preserve import preserved_random_state
 from lightning_autopipe.capture.records import StepTrace
-from lightning_autopipe.capture.replay import terms_of
+from lightning_autopipe.capture.replay import StageProgram, StageRun, TraceMismatchError, terms_of
 from lightning_autopipe.core.errors import CaptureError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
@@ -292,10 +292,11 @@ class _StageStep(StageForward):
         store = pipeline._store
         state = (step_name, state_key(pipeline.module))
         self._signatures = [(state, shape_key(args, kwargs)) for args, kwargs in microbatches]
-        self._programs = []
+        self._captures = []
         for signature, (args, kwargs) in zip(self._signatures, microbatches, strict=True):
             capture = store.capture(signature, step_name, args, kwargs)
-            self._programs.append(store.program(capture, stage_index, step_name, args, kwargs))
+            store.program(capture, stage_index, step_name, args, kwargs)  # all tracing comes before the first wait
+            self._captures.append(capture)
 
     def signature(self, microbatch_index: int) -> Hashable:
         return self._signatures[microbatch_index]
@@ -310,8 +311,7 @@ class _StageStep(StageForward):
             replica_index=pipeline.replica_index,
             microbatch_index=microbatch_index,
         )
-        program = self._programs[microbatch_index]
-        run = program.run(self._step_function, args, kwargs, received, key)
+        program, run = self._run(microbatch_index, args, kwargs, received, key)
         self._microbatches[microbatch_index] = None if self._training else self._microbatches[microbatch_index]
         if not self._is_last:
             return StageOutput(sent=run.sent)
@@ -326,6 +326,25 @@ class _StageStep(StageForward):
             self._outcome.losses.append(weighted.loss.detach())
         self._outcome.outputs.append(tree.map_tensors(Tensor.detach, run.result))
         return StageOutput(loss=weighted.to_backpropagate)
+
+    def _run(
+        self, microbatch_index: int, args: tuple[Any, ...], kwargs: dict[str, Any], received: Any, key: DrawKey
+    ) -> tuple[StageProgram, StageRun]:
+        """Replay; where the step takes another path than the traced one, trace again and replay that."""
+        store = self._pipeline._store
+        capture = self._captures[microbatch_index]
+        program = store.program(capture, self._stage_index, self._step_name, args, kwargs)
+        try:
+            return program, program.run(self._step_function, args, kwargs, received, key)
+        except TraceMismatchError as mismatch:
+            if not mismatch.can_retry:
+                raise
+            signature = self._signatures[microbatch_index]
+            other = store.other_path(signature, self._step_name, args, kwargs)
+            if other is None:
+                raise
+            program = store.program(other, self._stage_index, self._step_name, args, kwargs)
+            return program, program.run(self._step_function, args, kwargs, received, key)
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

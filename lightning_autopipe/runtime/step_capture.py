@@ -17,7 +17,9 @@ from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.cuts import (
     CutTable,
     check_owners,
+    crossing_meaning,
     find_layers,
+    is_same_path,
     positions_from_keys,
     positions_from_owners,
 )
@@ -27,7 +29,8 @@ from lightning_autopipe.capture.replay import StageProgram
 from lightning_autopipe.capture.trace import trace_step
 from lightning_autopipe.core.errors import PlanError
 
-_MAX_CAPTURES = 64
+_MAX_CAPTURES = 64  # shapes of micro-batches whose traces are kept
+_MAX_PATHS = 8  # of one shape
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +57,7 @@ class CaptureStore:
         self.num_stages = 1
         self.cut_keys: tuple[CutKey, ...] = ()
         self.owners: dict[str, frozenset[int]] = {}
-        self._captures: OrderedDict[Hashable, StepCapture] = OrderedDict()
+        self._captures: OrderedDict[Hashable, list[StepCapture]] = OrderedDict()  # the usual path first
 
     def trace(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StepTrace, CutTable]:
         """Trace a step and find its layers.
@@ -91,13 +94,47 @@ class CaptureStore:
         known = self._captures.get(key)
         if known is not None:
             self._captures.move_to_end(key)
-            return known
+            return known[0]
         trace, table = self.trace(step_name, args, kwargs)
         bounds = (0, *self._locate(trace, table, step_name), len(trace.operations))
         capture = StepCapture(trace, table, bounds, {})
-        self._captures[key] = capture
+        self._captures[key] = [capture]
         if len(self._captures) > _MAX_CAPTURES:
             self._captures.popitem(last=False)
+        return capture
+
+    def other_path(
+        self, key: Hashable, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> StepCapture | None:
+        """Trace the path that the step takes on `args`, where it is not the known one of this key.
+
+        The stages notice another path each for itself, or not at all where it does not concern them. So the cuts must
+        mean the same on both paths: equal makers of equally many crossing values. None where they do not.
+        """
+        known = self._captures[key]
+        usual = known[0]
+        trace, table = self.trace(step_name, args, kwargs)
+        for capture in known:
+            if is_same_path(capture.trace, trace):
+                return capture
+        positions = []
+        for index, cut_key in enumerate(self.cut_keys):
+            before = usual.bounds[index + 1]
+            wanted = crossing_meaning(usual.trace, usual.table, before)
+            likely = before if is_same_path(usual.trace, trace, before) else trace.position_of(cut_key)
+            everywhere = range(positions[-1] if positions else 0, len(table.legal))
+            for position in everywhere if likely is None else (likely, *everywhere):
+                if table.legal[position] and crossing_meaning(trace, table, position) == wanted:
+                    positions.append(position)
+                    break
+            else:
+                return None
+        bounds = (0, *positions, len(trace.operations))
+        if sorted(bounds) != list(bounds) or not check_owners(trace, bounds, self.owners, self.num_stages - 1):
+            return None
+        capture = StepCapture(trace, table, bounds, {})
+        known.insert(1, capture)
+        del known[_MAX_PATHS:]
         return capture
 
     def program(
