@@ -117,7 +117,7 @@ class CaptureStore:
         for capture in known:
             if is_same_path(capture.trace, trace):
                 return capture
-        positions = []
+        positions: list[int] = []
         for index, cut_key in enumerate(self.cut_keys):
             before = usual.bounds[index + 1]
             wanted = crossing_meaning(usual.trace, usual.table, before)
