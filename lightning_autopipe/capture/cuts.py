@@ -12,7 +12,7 @@ from lightning_autopipe.capture.records import CutKey, Layer, Operation, StepTra
 from lightning_autopipe.core.errors import CaptureError, PlanError
 
 _NEGLIGIBLE_SHARE = 1e-3  # of the work and of the parameters: not worth a layer of its own
-_HEAVY_SHARE = 1 / 8  # of the work: worth a cut at which more values cross
+_HEAVY_SHARE = 1 / 6  # of the work: worth a cut at which more values cross
 _MORE_BYTES = 2.5  # how much more may cross there than at the ends of the piece
 
 
@@ -92,7 +92,7 @@ def find_layers(trace: StepTrace, table: CutTable) -> tuple[Layer, ...]:
     """Split a trace into layers at its good cuts.
 
     Good cuts are where the fewest values cross: one after each residual addition, say, which gives the attention half
-    and the feed-forward half of a transformer block. Where a piece between two of them is still more than an eighth of
+    and the feed-forward half of a transformer block. Where a piece between two of them is still more than a sixth of
     the work (the inside of a U-Net, whose outermost skip spans nearly everything), it is split again at the fewest
     values that cross inside it. Within a run of positions where equally many cross, good ones lie before an operation
     that takes a parameter. Layers with no parameters, or next to no work and parameters, join their neighbours.
