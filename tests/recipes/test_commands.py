@@ -105,13 +105,21 @@ def test_evaluation_of_a_missing_checkpoint(tmp_path: Path) -> None:
         run_evaluate(tmp_path, f"ckpt_path={tmp_path / 'nowhere.ckpt'}")
 
 
-def test_two_processes_of_one_command_share_a_folder(tmp_path: Path, text_file: Path) -> None:
-    """Lightning's launcher starts the second process; the cache is empty, and both need the tokenizer."""
-    command = [sys.executable, "-m", "recipes.train", *SMALL, "strategy=ddp", "trainer.devices=2", "debug=limit"]
-    root = Path(CONFIG_DIR).parent
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
+def test_a_pipeline_of_two_processes(tmp_path: Path, text_file: Path, launcher: str) -> None:
+    """One job, one folder, one tokenizer though the cache is empty; the plain module finds the same loss."""
+    module = {
+        "lightning": [sys.executable, "-m", "recipes.train"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "recipes.train"],
+    }
+    settings = ("strategy.num_stages=2", "trainer.devices=2", "trainer.max_epochs=1", f"data.text_file={text_file}")
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(CONFIG_DIR).parent),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     completed = subprocess.run(
-        [*command, f"data.text_file={text_file}"],
+        [*module[launcher], *SMALL, *settings],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -120,11 +128,12 @@ def test_two_processes_of_one_command_share_a_folder(tmp_path: Path, text_file: 
         check=False,
     )
     assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.count("Trained for ") == 1
+    assert completed.stdout.count("Trained for 7 steps in 1 epochs") == 1
     (run_dir,) = (tmp_path / "logs" / "train" / "runs").iterdir()
     assert {path.name for path in (run_dir / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     assert len(list((tmp_path / ".cache" / "recipes").iterdir())) == 1
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt", "logs", ".cache"}
+    run_evaluate(run_dir, f"ckpt_path={run_dir / 'checkpoints' / 'best.ckpt'}", "require.max_difference=1e-5")
 
 
 def test_other_ranks_of_a_launcher_write_no_folder() -> None:

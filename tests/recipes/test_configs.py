@@ -69,6 +69,11 @@ def test_data_and_callbacks_are_made() -> None:
     assert callbacks_from(None) == []
 
 
+def test_demo_is_two_stages_in_two_processes() -> None:
+    cfg = compose_config("experiment=demo")
+    assert (cfg.strategy.num_stages, cfg.trainer.devices, cfg.trainer.accelerator) == (2, 2, "cpu")
+
+
 def test_strategies_by_name() -> None:
     assert strategy_from(compose_config("strategy=single").strategy) == "auto"
     assert strategy_from(compose_config("strategy=ddp").strategy) == "ddp"
