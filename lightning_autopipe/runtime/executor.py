@@ -69,20 +69,29 @@ class StageExecutor:
         """Like `run`, but yield the next action whenever its input has not arrived, so that other stages can run."""
         actions = self._actions(schedule)
         with_backward = {action.microbatch_index for action in actions if action.type is ActionType.BACKWARD}
-        self._live.clear()
         self._unreleased.clear()
         self.peak_live_microbatches = 0
-        self._transport.begin_step(self._step_plan(stage, schedule, with_backward))
-        for action in actions:
-            self.current_action = action
-            while not self._input_has_arrived(action):
-                yield action
-            if action.type is ActionType.FORWARD:
-                self._forward(stage, action.microbatch_index, keep=action.microbatch_index in with_backward)
-            else:
-                self._backward(action.microbatch_index)
-        self._transport.end_step()
-        self.current_action = None
+        indices = sorted({action.microbatch_index for action in actions})
+        plan = StepPlan(
+            activation_order=_order(schedule, self.stage_index - 1, ActionType.FORWARD),
+            gradient_order=_order(schedule, self.stage_index + 1, ActionType.BACKWARD),
+            # What crosses without a backward may differ in requires_grad alone.
+            signatures={index: (index in with_backward, stage.signature(index)) for index in indices},
+        )
+        try:
+            self._transport.begin_step(plan)
+            for action in actions:
+                self.current_action = action
+                while not self._input_has_arrived(action):
+                    yield action
+                if action.type is ActionType.FORWARD:
+                    self._forward(stage, action.microbatch_index, keep=action.microbatch_index in with_backward)
+                else:
+                    self._backward(action.microbatch_index)
+            self._transport.end_step()
+            self.current_action = None
+        finally:
+            self._live.clear()  # after an error: somebody may hold on to it, and to this generator
 
     def _actions(self, schedule: Schedule) -> list[Action]:
         if schedule.num_stages != self.num_stages:
@@ -95,15 +104,6 @@ class StageExecutor:
         if any(action.slice_index is not None for action in actions):
             raise PlanError(f"schedule {schedule.name!r} has sliced micro-batches; the executor cannot run them yet")
         return actions
-
-    def _step_plan(self, stage: StageForward, schedule: Schedule, with_backward: set[int]) -> StepPlan:
-        indices = {action.microbatch_index for action in self._actions(schedule)}
-        return StepPlan(
-            activation_order=_order(schedule, self.stage_index - 1, ActionType.FORWARD),
-            gradient_order=_order(schedule, self.stage_index + 1, ActionType.BACKWARD),
-            # A step without backwards has no gradients to expect, whatever its shapes.
-            signatures={index: (index in with_backward, stage.signature(index)) for index in sorted(indices)},
-        )
 
     @property
     def _is_first(self) -> bool:

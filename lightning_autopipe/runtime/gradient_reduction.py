@@ -58,6 +58,8 @@ class GradientReducer:
                         parameter.grad = torch.zeros_like(parameter)
                     dense.append(parameter.grad)
             self._reduce_dense(dense)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise CommunicationError(
                 f"global rank {dist.get_rank()}: the sum of gradients over {self._name} "

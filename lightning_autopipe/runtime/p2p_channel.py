@@ -28,6 +28,8 @@ class Link:
     peer_stage_index: int
     peer_global_rank: int
     timeout_s: float
+    host_waits: bool
+    """Whether waiting stops the host, as with gloo; with NCCL only the current stream waits."""
 
     def isend(self, buffer: Tensor, microbatch_index: int, tag: int = 0) -> dist.Work:
         """Start to send a buffer, which must stay as it is until the work is done."""
@@ -42,11 +44,10 @@ class Link:
     def wait(self, work: dist.Work, microbatch_index: int, what: str) -> None:
         """Wait for a send or receive ("send", "receive"), within the limit."""
         with self._named_errors(microbatch_index, what):
-            if dist.get_backend(self.group) == "gloo":
+            if self.host_waits:
                 work.wait(timedelta(seconds=self.timeout_s))
             else:
-                # Only the stream waits; with a limit the host would. The group's own limit watches over it.
-                work.wait()
+                work.wait()  # with a limit the host would wait too; the group's own limit watches over it
 
     @contextlib.contextmanager
     def _named_errors(self, microbatch_index: int, what: str) -> Iterator[None]:

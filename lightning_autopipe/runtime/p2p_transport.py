@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autopipe.runtime.errors import PipelineRuntimeError
 from lightning_autopipe.runtime.p2p_channel import Link, ReceiveChannel, SendChannel
 from lightning_autopipe.runtime.p2p_header import HeaderReceiver, HeaderSender
 from lightning_autopipe.runtime.tensor_spec import SpecBook, TensorSpec
@@ -53,6 +54,7 @@ class P2PTransport:
         """
         assert dist.get_backend(header_group) == "gloo", "headers are CPU tensors"
         self._device = device
+        self._is_in_step = False
         self._plan = StepPlan(activation_order=(), gradient_order=(), signatures={})
         self._sent_book, self._received_book = SpecBook(), SpecBook()
         self._gradient_specs: dict[int, tuple[TensorSpec, ...]] = {}
@@ -69,6 +71,7 @@ class P2PTransport:
                 peer_stage_index=peer_stage_index,
                 peer_global_rank=pipeline_ranks[peer_stage_index],
                 timeout_s=timeout_s,
+                host_waits=dist.get_backend(group) == "gloo",
             )
 
         def sender(direction: Direction, group: dist.ProcessGroup, peer_stage_index: int) -> SendChannel:
@@ -110,6 +113,11 @@ class P2PTransport:
                 self._senders[direction].release(_WARM_UP)
 
     def begin_step(self, plan: StepPlan) -> None:
+        if self._is_in_step:
+            raise PipelineRuntimeError(
+                "an earlier step failed in the middle and left messages under way between the stages; start a new run"
+            )
+        self._is_in_step = True
         self._plan = plan
         self._gradient_specs.clear()
         if Direction.FORWARD in self._receivers:
@@ -140,6 +148,7 @@ class P2PTransport:
             self._header_sender.release_all()
         for sender in self._senders.values():
             sender.release_all()
+        self._is_in_step = False
 
     def _announce(self, microbatch_index: int, specs: tuple[TensorSpec, ...]) -> None:
         signature = self._plan.signatures[microbatch_index]

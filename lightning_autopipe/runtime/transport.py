@@ -38,7 +38,11 @@ class Transport(Protocol):
     """
 
     def begin_step(self, plan: StepPlan) -> None:
-        """Prepare for a step; receives may be posted from here on."""
+        """Prepare for a step; receives may be posted from here on.
+
+        Raises:
+            PipelineRuntimeError: An earlier step failed and left messages under way.
+        """
         ...
 
     def send(self, direction: Direction, microbatch_index: int, tensors: Sequence[Tensor]) -> None:

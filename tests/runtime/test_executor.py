@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_autopipe.core.errors import CaptureError, PipelineRuntimeError, PlanError
 from lightning_autopipe.core.schedule import Schedule
 from lightning_autopipe.runtime.errors import StageError
+from lightning_autopipe.runtime.executor import _in_layout_of
 from lightning_autopipe.runtime.in_process import InProcessPipeline
 from lightning_autopipe.runtime.stage import StageOutput
 from lightning_autopipe.schedules import forward_only, get_schedule, gpipe, lower, one_f_one_b
@@ -173,6 +174,32 @@ def test_other_values_under_the_same_signature_are_refused() -> None:
 
     with pytest.raises(PipelineRuntimeError, match=r"value 0 is float32\[3\].* it was float32\[2\]"):
         InProcessPipeline(2).run([Branching(is_last=False), CountingStage(is_last=True)], forward_only(2, 2))
+
+
+class ForgetfulStage(CountingStage):
+    """Sends two values; the last stage uses only the second one."""
+
+    def forward(self, microbatch_index: int, received: tuple[Tensor, ...]) -> StageOutput:
+        if self.is_last:
+            return StageOutput(loss=(received[1] * self.weight).sum())
+        return StageOutput(sent=(self.weight * 2, self.weight * 3))
+
+
+def test_a_value_that_nobody_uses_has_a_zero_gradient() -> None:
+    stages = [ForgetfulStage(is_last=False), ForgetfulStage(is_last=True)]
+    InProcessPipeline(2).run(stages, one_f_one_b(2, 2))
+    assert stages[0].weight.grad is not None
+    assert stages[0].weight.grad.tolist() == [2 * 3.0] * WIDTH
+
+
+def test_gradients_cross_in_the_memory_order_of_their_values() -> None:
+    leaf = torch.zeros(3, 4).t().requires_grad_()
+    gradient = torch.rand(4, 3)
+    moved = _in_layout_of(leaf, gradient)
+    assert moved.stride() == (1, 4)
+    assert torch.equal(moved, gradient)
+    assert not moved.requires_grad
+    assert torch.equal(_in_layout_of(leaf, gradient.to_sparse()), gradient)
 
 
 def test_a_schedule_that_waits_in_a_circle_is_an_error() -> None:

@@ -56,11 +56,13 @@ def meet_error(what: str) -> dict[str, Any] | None:
     try:
         executor.run(DelayedStage(stage_index=executor.stage_index, what=what), one_f_one_b(2, 4))
     except PipelineRuntimeError as error:
-        assert executor.current_action is not None
+        failed_action = executor.current_action
+        with pytest.raises(PipelineRuntimeError, match="an earlier step failed"):
+            executor.run(DelayedStage(stage_index=executor.stage_index, what=""), one_f_one_b(2, 4))
         return {
             "type": type(error).__name__,
             "text": str(error),
-            "action": str(executor.current_action),
+            "action": str(failed_action),
             **error.__dict__,
         }
     return None
