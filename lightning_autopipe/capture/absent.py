@@ -136,7 +136,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         meta_kwargs["device"] = _META
     meta_kwargs.pop("pin_memory", None)
     try:
-        result = func(*meta_args, **meta_kwargs)
+        result = _call_on_meta(func, meta_args, meta_kwargs)
     except (NotImplementedError, RuntimeError) as error:
         if isinstance(error, NotImplementedError) or "meta tensor" in str(error).lower():
             raise AbsentValueError(f"{func} depends on the values of a tensor, not on its shape alone.") from error
@@ -151,9 +151,16 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 _change_shape(func, args, kwargs)
             return known
         assert device is not None
-        return AbsentTensor(leaf, device)
+        # In inference mode the view of a tensor that was made outside has to be like its base.
+        outer = torch.is_inference_mode_enabled() and any(_is_outer_base(t, leaf) for t in twins.values())
+        with torch.inference_mode(False) if outer else contextlib.nullcontext():
+            return AbsentTensor(leaf, device)
 
     return pytree.tree_map(wrap, result)
+
+
+def _is_outer_base(tensor: AbsentTensor, meta: torch.Tensor) -> bool:
+    return not tensor.is_inference() and tensor.meta.untyped_storage()._cdata == meta.untyped_storage()._cdata
 
 
 def _change_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -165,6 +172,15 @@ def _change_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             func(*args, **kwargs)
         finally:
             torch._C._set_meta_in_tls_dispatch_include(before)
+
+
+def _call_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is not torch.ops.aten._grouped_mm.default:
+        return func(*args, **kwargs)
+    # Its meta kernel takes bfloat16 alone, though others run; the shape of the result does not depend on the dtype.
+    dtype = kwargs.get("out_dtype") or args[0].dtype
+    as_bfloat16 = [a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
+    return func(*as_bfloat16, **{k: v for k, v in kwargs.items() if k != "out_dtype"}).to(dtype)
 
 
 def _bool_masks_to_indices(args: Any) -> Any:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+import torch
+from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_autopipe.capture.records import CutKey, Layer, Operation, StepTrace
 from lightning_autopipe.core.errors import CaptureError, PlanError
 
+_NEED_WHOLE_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad})
 _NEGLIGIBLE_SHARE = 1e-3  # of the work and of the parameters: not worth a layer of its own
 _HEAVY_SHARE = 1 / 6  # of the work: worth a cut at which more values cross
 _MORE_BYTES = 2.5  # how much more may cross there than at the ends of the piece
@@ -21,8 +24,9 @@ class CutTable:
 
     A cut is refused inside a checkpointed region or a module with full backward hooks, across a value that cannot be
     handed over (its size depends on the data, no operation shows it, or a hook needs its place in the graph), across a
-    buffer or parameter that the step writes and that is used on both sides, and where two crossing values share memory
-    that is written later (copies would sever the alias).
+    buffer or parameter that the step writes and that is used on both sides, between the uses of a value and a hook or
+    a call that needs its whole gradient, and where two crossing values share memory that is written later (copies
+    would sever the alias).
     """
 
     def __init__(self, trace: StepTrace) -> None:
@@ -38,7 +42,7 @@ class CutTable:
         for op in trace.operations:
             for storage in op.written_storages:
                 self._last_write[storage] = op.index
-        self._written_state_spans = self._find_written_state_spans()
+        self._whole_spans = (*self._find_state_spans(), *self._find_gradient_spans())
         # Behind the last operation that takes a parameter there is nothing to share out.
         self.last_useful = max((op.index for op in trace.operations if op.parameters), default=0)
         self.crossing: list[tuple[int, ...]] = []
@@ -56,13 +60,24 @@ class CutTable:
         """Tell whether the memory of a value is written by an operation at or after `position`."""
         return self._last_write.get(self.trace.values[value_index].storage, -1) >= position
 
-    def _find_written_state_spans(self) -> dict[str, tuple[int, int]]:
+    def _find_state_spans(self) -> Iterable[tuple[int, int]]:
+        """From first to last use of what must live on one stage: what the step writes, parameters that it hooks."""
+        hooked = {n for op in self.trace.operations if op.function in _NEED_WHOLE_GRADIENT for n in op.parameters}
+        whole = self.trace.written_parameters | hooked
         spans: dict[str, tuple[int, int]] = {}
         for op in self.trace.operations:
-            for name in (*op.buffers, *self.trace.written_parameters.intersection(op.parameters)):
+            for name in (*op.buffers, *whole.intersection(op.parameters)):
                 first, _ = spans.get(name, (op.index, op.index))
                 spans[name] = (first, op.index)
-        return spans
+        return spans.values()
+
+    def _find_gradient_spans(self) -> Iterable[tuple[int, int]]:
+        """From the first use of a value to where its whole gradient is asked for: by a hook on it or by the step."""
+        for op in self.trace.operations:
+            if op.function in _NEED_WHOLE_GRADIENT and op.reads:
+                yield min(self.trace.values[v].reads[0] for v in op.reads), op.index
+            elif op.function is torch.autograd.grad:
+                yield 0, op.index
 
     def _is_legal(self, position: int) -> bool:
         operations = self.trace.operations
@@ -73,7 +88,7 @@ class CutTable:
         region = operations[position].region
         if region is not None and region == operations[position - 1].region:
             return False
-        if any(first < position <= last for first, last in self._written_state_spans.values()):
+        if any(first < position <= last for first, last in self._whole_spans):
             return False
         storages: set[int] = set()
         for index in self.crossing[position]:

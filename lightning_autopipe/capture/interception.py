@@ -15,6 +15,19 @@ _FunctionBase: Any = autograd_function._SingleLevelFunction
 _current = threading.local()
 
 
+# Take a shape, dtype or device from their second argument, and values from their first one alone.
+_BORROWERS = frozenset(
+    {torch.Tensor.type_as, torch.Tensor.to, torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as}
+)
+
+
+def value_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Give the arguments whose values a function may use."""
+    if function in _BORROWERS:
+        return args[:1]
+    return (*args, *kwargs.values()) if kwargs else args
+
+
 def current() -> OperationMode | None:
     """Give the innermost active mode of this thread."""
     return getattr(_current, "mode", None)
@@ -25,6 +38,7 @@ class OperationMode(TorchFunctionMode):
 
     The forward of a custom `torch.autograd.Function` counts as one function: the class itself. Its `apply` is caught
     where `Function.apply` calls the base class, so that `f = MyFunction.apply`, bound long before, is seen as well.
+    The fused attention of `nn.TransformerEncoder` in evaluation is off: it drops padding, whose amount is data.
     """
 
     def __init__(self) -> None:
@@ -51,6 +65,8 @@ class OperationMode(TorchFunctionMode):
         _current.mode = self
         if self._outer is None:
             _FunctionBase.apply = classmethod(_apply_custom_function)
+            self._fast_path = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
         super().__enter__()  # type: ignore[no-untyped-call]
         self._depth = _len_torch_function_stack()
         return self
@@ -60,6 +76,7 @@ class OperationMode(TorchFunctionMode):
         _current.mode = self._outer
         if self._outer is None:
             del _FunctionBase.apply
+            torch.backends.mha.set_fastpath_enabled(self._fast_path)
 
     def unwatched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function` as if this mode did not exist; at no cost where this is the innermost mode."""

@@ -275,6 +275,8 @@ class SharedParts(nn.Module):
         loss = F.cross_entropy(logits.flatten(0, 1), batch.flatten())
         return {"loss": loss, "hidden": h, "size": len(batch), "logits": [logits]}
 
+    validation_step = training_step
+
 
 class RandomParts(Blocks):
     """Draws in the step, in modules, by torch and by Python; dropout after them."""

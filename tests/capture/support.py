@@ -87,7 +87,7 @@ def assert_same_at_every_cut(
         def run(cuts: Sequence[int]) -> Outcome:
             module.load_state_dict(before)
             return run_stages(
-                [module] * (len(cuts) + 1), _programs(module, found, cuts, args, step_name), args, step_name
+                [module] * (len(cuts) + 1), stage_programs(module, found, cuts, args, step_name), args, step_name
             )
 
         reference = run([])
@@ -181,9 +181,14 @@ def clone(args: Any) -> Any:
     return tree.map_tensors(Tensor.clone, args)
 
 
-def _programs(
-    module: nn.Module, found: Traced, cuts: Sequence[int], args: tuple[Any, ...], step_name: str
+def stage_programs(
+    module: nn.Module,
+    found: Traced,
+    cuts: Sequence[int],
+    args: tuple[Any, ...],
+    step_name: str = "training_step",
 ) -> list[StageProgram]:
+    """Give the program of each stage between these cuts."""
     return [_program(module, found, start, stop, args, step_name) for start, stop in bounds_to_ranges(cuts)]
 
 
@@ -196,7 +201,7 @@ def _program(
 
 def _handed_over(tensor: Tensor) -> Tensor:
     with torch.inference_mode(tensor.is_inference()):
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return tensor.detach().resolve_conj().clone().requires_grad_(tensor.requires_grad)
 
 
 def _require_equal(outcome: Outcome, reference: Outcome, tolerance: float, what: str) -> None:
