@@ -14,7 +14,7 @@ from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import AbsentTensor
 from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.draws import DrawKey, layer_seed, seed_python, seed_torch, seeded
-from lightning_autopipe.capture.interception import OperationMode
+from lightning_autopipe.capture.interception import OperationMode, value_arguments
 from lightning_autopipe.capture.losses import KEEPS_COUNT, num_terms
 from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, ValueIndex
 from lightning_autopipe.capture.treatment import Treatment, choose_treatments, draw_keyed_modules
@@ -245,7 +245,7 @@ class _Replay(OperationMode):
     # ----- operations
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-        if not (self._takes_activation(args) or (kwargs and self._takes_activation(tuple(kwargs.values())))):
+        if not self._takes_activation(value_arguments(function, args, kwargs)):
             return self._outside(function, args, kwargs, run)
         if function in self.trace.metadata_functions:
             return run(*args, **kwargs)

@@ -21,7 +21,7 @@ from lightning_autopipe.capture.absent import (
     computing_shapes,
     is_absent,
 )
-from lightning_autopipe.capture.interception import OperationMode
+from lightning_autopipe.capture.interception import OperationMode, value_arguments
 from lightning_autopipe.capture.losses import MEAN_LOSSES
 from lightning_autopipe.capture.preserve import DispatchObserver, preserved_state
 from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, Value, ValueIndex, function_name
@@ -213,7 +213,8 @@ class _Tracer(OperationMode):
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         found = list(tree.tensors((args, kwargs)))
-        if not any(self._is_activation(t) for _, t in found):
+        values = tree.tensors(value_arguments(function, args, kwargs))
+        if not any(self._is_activation(t) for _, t in values):
             return self._outside(function, args, kwargs, run)
         for path, tensor in found:
             if is_absent(tensor) and self._index_of(tensor) is None and id(tensor) not in self.state_names:

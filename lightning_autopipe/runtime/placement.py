@@ -52,7 +52,10 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
             other.__dict__.setdefault(key, value)
     if weakref.getweakrefcount(parameter):
         return other
-    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    try:
+        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # an autograd graph of the user's still holds it
+        return other
     return parameter
 
 
