@@ -56,7 +56,7 @@ class StateGatherer:
         return received
 
     def gather_tensors_everywhere(self) -> dict[str, Tensor]:
-        """On every rank all parameters and written buffers, by first name, in host memory. Collective over pipelines."""
+        """On every rank all parameters and written buffers, by first name, in host memory. Collective over a pipeline."""
         return {
             name: self._communicator.broadcast_in_pipeline(
                 tensor.detach().cpu() if owner == self._communicator.stage_index else None, stage_index=owner
@@ -158,8 +158,8 @@ def load_checked(load: Callable[[], Any], path: _PATH) -> dict[str, Any]:
     except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
     except Exception as error:
-        if "weights_only" in str(error):
-            raise  # torch explains which type the file holds and how to allow it
+        if "add_safe_globals" in str(error) or "Unsupported global" in str(error):
+            raise  # the file is sound; torch explains which type it holds and how to allow that
         if not isinstance(error, (EOFError, OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError)):
             raise
         raise CheckpointError(

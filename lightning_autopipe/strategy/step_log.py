@@ -103,7 +103,11 @@ class StepRecorder:
             del self._module.__dict__["log"]
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
-        arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        try:
+            arguments = dict(self._signature.bind(*args, **kwargs).arguments)
+        except TypeError:
+            self._original(*args, **kwargs)  # says it in its own name
+            raise
         value = arguments["value"]
         if isinstance(value, Metric) and _is_logged_by_step(self._module, arguments):
             self.step_metrics.add(id(value))

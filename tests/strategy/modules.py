@@ -1,0 +1,239 @@
+"""Small LightningModules, their data, and runs of them, for the tests of the strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+WIDTH = 8
+
+
+class MlpModule(pl.LightningModule):
+    """Four blocks and a regression loss, logged in every step."""
+
+    def __init__(self, *, depth: int = 4, optimizer: str = "sgd", lr: float = 0.1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 1)
+        self.optimizer_name = optimizer
+        self.lr = lr
+        self.gradients: list[dict[str, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).squeeze(-1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.mse_loss(self(x), y))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("test_loss", F.mse_loss(self(x), y))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        parameters = [p for p in self.parameters() if p.requires_grad]
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(parameters, lr=self.lr)
+        return torch.optim.AdamW(parameters, lr=self.lr)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        own = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+        self.gradients.append(own)
+
+
+class LanguageModule(MlpModule):
+    """Tied embedding and head, tokens of which some are ignored by the loss."""
+
+    VOCABULARY = 11
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.embedding = nn.Embedding(self.VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, self.VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        for block in self.blocks:
+            h = h + block(h)
+        return self.head(h)
+
+    def _loss(self, batch: Any) -> Tensor:
+        tokens, labels = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self._loss(batch))
+
+
+class ClassifierModule(MlpModule):
+    """Logs everything that can be logged, and returns a mapping."""
+
+    NUM_CLASSES = 3
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head = nn.Linear(WIDTH, self.NUM_CLASSES)
+        task: dict[str, Any] = {"task": "multiclass", "num_classes": self.NUM_CLASSES}
+        self.train_accuracy = torchmetrics.Accuracy(**task)
+        self.val_metrics = torchmetrics.MetricCollection(
+            {"f1": torchmetrics.F1Score(average="macro", **task), "accuracy": torchmetrics.Accuracy(**task)}
+        )
+        self.unlogged = torchmetrics.MeanMetric()
+        self.hook_values: dict[str, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.log("early", x.mean(), on_step=True)
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.train_accuracy(logits, y)
+        self.log("train_accuracy", self.train_accuracy, on_step=True, on_epoch=True)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("constant", 0.1)
+        self.log_dict({"num_right": (logits.argmax(-1) == y).sum().double()}, on_epoch=True, reduce_fx="sum")
+        self.log("largest", logits.detach().max(), on_step=True, on_epoch=True, reduce_fx="max")
+        self.log("smallest", logits.detach().min(), on_step=True, on_epoch=True, reduce_fx=torch.min)
+        return {"loss": loss, "logits": logits.detach(), "entropy": logits.detach().mean(), "name": "a name"}
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        if dataloader_idx == 0:
+            self.val_metrics(logits, y)
+            self.log_dict(self.val_metrics)
+            self.unlogged.update(logits)
+        self.log("val_loss", loss, sync_dist=True, batch_size=len(x))
+        return {"loss": loss, "logits": logits}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.hook_values["loss"] = float(outputs["loss"])
+        self.hook_values["entropy"] = float(outputs["entropy"])
+        assert outputs["name"] == "a name"
+
+    def on_validation_epoch_end(self) -> None:
+        self.hook_values["unlogged"] = float(self.unlogged.compute())
+        self.unlogged.reset()
+        self.log("from_hook", self.hook_values["unlogged"])
+
+
+def regression_data(num_samples: int = 16, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.sin(x.sum(1)))
+
+
+def class_data(num_samples: int = 16, seed: int = 0) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
+
+
+def token_data(num_samples: int = 16, length: int = 7, seed: int = 0, valid: list[int] | None = None) -> TensorDataset:
+    """Tokens and labels; sample i has valid[i] labels that are not ignored (all of them by default)."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, LanguageModule.VOCABULARY, (num_samples, length), generator=generator)
+    labels = tokens.roll(-1, 1)
+    for sample_index, num_valid in enumerate(valid or []):
+        labels[sample_index, num_valid:] = -100
+    return TensorDataset(tokens, labels)
+
+
+def in_order(module: pl.LightningModule, data: Dataset[Any], batch_size: int, **options: Any) -> DataLoader[Any]:
+    """A loader that gives replica r of R samples r, r + R, ...: one global batch is R * batch_size samples in a row."""
+    share = module.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    sampler = DistributedSampler(data, shuffle=False, **share)
+    return DataLoader(data, batch_size=batch_size, sampler=sampler, **options)
+
+
+class InOrder(pl.LightningDataModule):
+    """Loaders in a known order; `batch_size` is the global one, `num_replicas` shares it."""
+
+    def __init__(
+        self,
+        train: Dataset[Any] | None = None,
+        val: Dataset[Any] | None = None,
+        *,
+        batch_size: int,
+        val_batch_size: int | None = None,
+        num_replicas: int = 1,
+    ) -> None:
+        super().__init__()
+        self.train, self.val = train, val
+        self.batch_size = batch_size // num_replicas
+        self.val_batch_size = (val_batch_size or batch_size) // num_replicas
+
+    def train_dataloader(self) -> Any:
+        return in_order(self.trainer.lightning_module, self.train, self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return [] if self.val is None else in_order(self.trainer.lightning_module, self.val, self.val_batch_size)
+
+    test_dataloader = val_dataloader
+
+
+def quiet_trainer(strategy: Any = "auto", *, num_processes: int = 1, **options: Any) -> pl.Trainer:
+    """A Trainer on the CPU in float64 that writes nothing of its own accord."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": num_processes,
+        "strategy": strategy,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_epochs": 1,
+        "precision": "64-true",
+    }
+    return pl.Trainer(**{**defaults, **options})
+
+
+def seeded(module_class: Any, **options: Any) -> Any:
+    """A module whose initial values are the same in every process."""
+    torch.manual_seed(7)
+    return module_class(**options).double()
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    """Metrics as plain numbers."""
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Over all entries; the same keys are a must."""
+    assert one.keys() == other.keys()
+    return max((float((one[name] - other[name]).abs().max()) for name in one), default=0.0)
