@@ -1,0 +1,218 @@
+"""Three and four stages: frozen stages, callbacks that monitor, checkpoints under other numbers of stages."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from tests.strategy.modules import (
+    InOrder,
+    LanguageModule,
+    MlpModule,
+    quiet_trainer,
+    regression_data,
+    seeded,
+    token_data,
+)
+from tests.strategy.runs import Fit, Report, assert_same_result, fit_in_processes, fit_plain
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SGD_DATA = partial(InOrder, regression_data(24), batch_size=8)
+
+
+class TiedBlocksModule(MlpModule):
+    """Row 10: one block used twice, far apart, and a second tie."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, depth=6)
+        self.blocks[4] = self.blocks[1]
+        self.blocks[5][0].bias = self.blocks[0][0].bias
+
+
+class AdapterModule(LanguageModule):
+    """Row 11: low-rank adapters beside frozen weights, with a frozen tied embedding."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.adapters = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)) for _ in self.blocks
+        )
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(tokens)
+        for block, adapter in zip(self.blocks, self.adapters, strict=True):
+            h = h + block(h) + adapter(h)
+        return self.head(h)
+
+
+FITS = {
+    "10 ties": Fit(module_class=TiedBlocksModule, module_options={"optimizer": "adamw"}, data=SGD_DATA),
+    "11 only the first stage trains": Fit(
+        module_class=MlpModule,
+        data=SGD_DATA,
+        frozen=("blocks.1", "blocks.2", "blocks.3", "head"),
+        trainer_options={"gradient_clip_val": 0.01},
+    ),
+    "11 only the last stage trains": Fit(
+        module_class=MlpModule, data=SGD_DATA, frozen=("blocks",), trainer_options={"gradient_clip_val": 0.01}
+    ),
+    "11 adapters": Fit(
+        module_class=AdapterModule,
+        module_options={"optimizer": "adamw", "lr": 0.01},
+        data=partial(InOrder, token_data(16), batch_size=8),
+        frozen=("embedding", "head", "blocks"),
+        trainer_options={"gradient_clip_val": 0.01},
+    ),
+}
+
+
+def test_ties_and_frozen_stages() -> None:
+    ranks = fit_in_processes(FITS, num_stages=3)
+    for name, fit in FITS.items():
+        assert_same_result(fit_plain(fit), ranks[name])
+
+
+def test_every_stage_trains() -> None:
+    """Row 29."""
+    fit = Fit(module_class=MlpModule, data=SGD_DATA)
+    plain = fit_plain(fit)
+    ranks = fit_in_processes({"fit": fit}, num_stages=4)["fit"]
+    assert_same_result(plain, ranks)
+    before = seeded(MlpModule)
+    for global_rank, rank in enumerate(ranks):
+        assert rank.gradients[0], f"rank {global_rank} trains nothing"
+        for name in rank.gradients[0]:
+            assert not torch.equal(rank.values[name], before.get_parameter(name))
+
+
+# Callbacks -----------------------------------------------------------------------------------------
+
+
+class NoisyModule(MlpModule):
+    """Its monitored value is best in the second epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        offset = abs(self.current_epoch - 1) * 1.0
+        self.log("val_loss", ((self(x) - y) ** 2).mean() + offset)
+
+
+def best_and_stop(trainer: Any, module: Any) -> Any:
+    checkpoint = trainer.checkpoint_callback
+    return checkpoint.best_model_path, float(checkpoint.best_model_score), trainer.current_epoch
+
+
+def test_callbacks_decide_alike_on_all_ranks(tmp_path: Path) -> None:
+    """Row 31."""
+    fit = Fit(
+        module_class=NoisyModule,
+        data=partial(InOrder, regression_data(16), regression_data(6, seed=1), batch_size=8, val_batch_size=4),
+        callbacks=(
+            partial(ModelCheckpoint, dirpath=tmp_path, monitor="val_loss", filename="{epoch}-{val_loss:.3f}"),
+            partial(EarlyStopping, monitor="val_loss", patience=1),
+        ),
+        logger=partial(CSVLogger, tmp_path / "logs", name="run", version=0),
+        trainer_options={"max_epochs": 8, "enable_checkpointing": True, "log_every_n_steps": 1},
+        after=best_and_stop,
+    )
+    ranks = fit_in_processes({"fit": fit}, num_stages=2, num_replicas=2)["fit"]
+    answers = [rank.after for rank in ranks]
+    assert all(answer == answers[0] for answer in answers)
+    path, score, last_epoch = answers[0]
+    assert "epoch=1" in path
+    assert last_epoch == 3  # best in epoch 1, patience 1
+    assert Path(path).exists()
+    assert [entry.name for entry in tmp_path.glob("*.ckpt")] == [Path(path).name]
+    assert all(rank.metrics == ranks[0].metrics for rank in ranks)
+    table = (tmp_path / "logs" / "run" / "version_0" / "metrics.csv").read_text()
+    assert "val_loss" in table
+    assert f"{score:.6f}"[:6] in table
+
+
+# Checkpoints ---------------------------------------------------------------------------------------
+
+
+def save(path: Path, trainer: Any, module: Any) -> None:
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("module_class", [MlpModule, LanguageModule])
+def test_checkpoints_resume_under_other_numbers_of_stages(tmp_path: Path, module_class: Any) -> None:
+    """Row 34."""
+    data = SGD_DATA if module_class is MlpModule else partial(InOrder, token_data(24), batch_size=8)
+    options: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01}
+    path = tmp_path / "two-stages.ckpt"
+    base = {"module_class": module_class, "module_options": options, "data": data}
+    ranks = fit_in_processes(
+        {"fit": Fit(**base, trainer_options={"max_epochs": 2}, after=partial(save, path))}, num_stages=2
+    )["fit"]
+    whole = fit_plain(Fit(**base, trainer_options={"max_epochs": 3}))
+
+    # Without this package: the plain module's keys, shapes and values.
+    checkpoint = torch.load(path, weights_only=True)
+    module = seeded(module_class, **options)
+    assert list(checkpoint["state_dict"]) == list(module.state_dict())
+    module.load_state_dict(checkpoint["state_dict"])
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, ranks[0].values[name])
+    optimizer = module.configure_optimizers()
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    assert len(optimizer.state) == len(list(module.parameters()))
+
+    resumed = Fit(**base, trainer_options={"max_epochs": 3}, ckpt_path=str(path))
+    assert_same_values(whole, [fit_plain(resumed)])
+    assert_same_values(whole, fit_in_processes({"fit": resumed}, num_stages=3)["fit"])
+    assert_same_values(whole, fit_in_processes({"fit": resumed}, num_stages=1, num_replicas=1)["fit"])
+
+
+def assert_same_values(expected: Report, ranks: list[Report]) -> None:
+    for rank in ranks:
+        for name, value in rank.values.items():
+            assert torch.allclose(value, expected.values[name], rtol=1e-10, atol=1e-12), name
+
+
+def fit_twice_and_evaluate(trainer: Any, module: Any) -> Any:
+    """A second fit goes on from the first; evaluation from a checkpoint loads it on every stage."""
+    data = InOrder(regression_data(24), regression_data(6, seed=1), batch_size=8, val_batch_size=3)
+    path = f"{trainer.default_root_dir}/first.ckpt"
+    trainer.save_checkpoint(path)
+    first = trainer.validate(module, datamodule=data, verbose=False)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, datamodule=data)
+    again = trainer.validate(module, datamodule=data, ckpt_path=path, verbose=False)
+    return first, again, trainer.global_step
+
+
+def test_a_second_fit_and_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
+    fit = Fit(
+        module_class=MlpModule,
+        module_options={"optimizer": "adamw"},
+        data=SGD_DATA,
+        trainer_options={"max_epochs": 2, "default_root_dir": str(tmp_path)},
+        after=fit_twice_and_evaluate,
+    )
+    ranks = fit_in_processes({"fit": fit}, num_stages=2)["fit"]
+    plain = fit_plain(fit)
+    for rank in ranks:
+        first, again, steps = rank.after
+        assert first[0] == pytest.approx(plain.after[0][0], rel=1e-9)
+        assert again[0] == pytest.approx(first[0], rel=1e-12)
+        assert steps == plain.after[2]
+
+
+def test_gather_after_fit_can_be_left_out() -> None:
+    fit = Fit(module_class=MlpModule, data=SGD_DATA, strategy_options={"gather_after_fit": False})
+    ranks = fit_in_processes({"fit": fit}, num_stages=2)["fit"]
+    names = [set(rank.values) for rank in ranks]
+    assert all(names)
+    assert not names[0] & names[1]
+    assert names[0] | names[1] == {name for name, _ in seeded(MlpModule).named_parameters()}
+
