@@ -16,7 +16,6 @@ from tests.strategy.modules import (
     InOrder,
     LanguageModule,
     MlpModule,
-    quiet_trainer,
     regression_data,
     seeded,
     token_data,
@@ -215,4 +214,3 @@ def test_gather_after_fit_can_be_left_out() -> None:
     assert all(names)
     assert not names[0] & names[1]
     assert names[0] | names[1] == {name for name, _ in seeded(MlpModule).named_parameters()}
-

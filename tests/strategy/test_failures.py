@@ -1,0 +1,146 @@
+"""Row 30: whatever fails, every process ends within a bound, and the first error is on rank 0's terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_autopipe.strategy import AutoPipeStrategy
+from tests.harness import ProcessOutcome, describe, run_processes_to_end
+from tests.strategy.modules import InOrder, MlpModule, quiet_trainer, regression_data, seeded
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_STAGES = 3
+BOUND_S = 30.0
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise ValueError("a reason in backward")
+
+
+class FailingModule(MlpModule):
+    """Fails in the third batch, in the way and the place that its name says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(depth=6)
+        self.how = how
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 2 and self.calls >= 3:
+                x = self._fail(x)
+        return self.head(x).squeeze(-1)
+
+    def _fail(self, x: Tensor) -> Tensor:
+        if self.how == "forward" and self.is_real(x):
+            raise ValueError("a reason in forward")
+        if self.how == "backward":
+            return FailsBackward.apply(x)
+        if self.how == "exit" and self.is_real(x):
+            os._exit(1)
+        if self.how == "kill" and self.is_real(x):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
+
+    @staticmethod
+    def is_real(x: Tensor) -> bool:
+        return type(x) is Tensor
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.calls += 1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.how == "validation" and batch_idx == 1 and self.trainer.global_rank == 0:
+            raise ValueError("a reason in validation")
+        super().validation_step(batch, batch_idx)
+
+
+class FailingData(Dataset[Any]):
+    def __init__(self, fails: bool) -> None:
+        self.data = regression_data(48)
+        self.fails = fails
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.fails and index == 30:
+            raise ValueError("a reason in the loader")
+        return self.data[index]
+
+
+def fit_and_fail(how: str) -> None:
+    strategy = AutoPipeStrategy(num_microbatches=2, timeout=60)
+    checkpoint = ModelCheckpoint(dirpath=os.environ["CHECKPOINTS"], save_on_exception=True)
+    trainer = quiet_trainer(
+        strategy, num_processes=NUM_STAGES, max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True
+    )
+    data = InOrder(FailingData(how == "loader"), regression_data(12, seed=1), batch_size=8, val_batch_size=4)
+    trainer.fit(seeded(FailingModule, how=how), datamodule=data)
+
+
+def end_of(how: str, directory: Any) -> list[ProcessOutcome]:
+    return run_processes_to_end(
+        NUM_STAGES,
+        fit_and_fail,
+        how,
+        timeout_s=60,
+        initialize_process_group=False,
+        environment={"CHECKPOINTS": str(directory)},
+    )
+
+
+@pytest.mark.parametrize("how", ["forward", "backward", "loader", "validation"])
+def test_an_exception_ends_all_processes_and_is_shown_on_rank_zero(how: str, tmp_path: Any) -> None:
+    outcomes = end_of(how, tmp_path)
+    for outcome in outcomes:
+        assert outcome.exit_code not in (0, None), describe(outcomes)
+        assert not outcome.killed_by_harness, describe(outcomes)
+        assert outcome.ended_after_s < BOUND_S + 20, describe(outcomes)
+    shown = (outcomes[0].traceback or "") + outcomes[0].output
+    assert f"a reason in {'the loader' if how == 'loader' else how}" in shown, describe(outcomes)
+    if how in ("forward", "backward"):
+        assert "stage 1" in shown, describe(outcomes)
+        assert "micro-batch 0" in shown, describe(outcomes)
+    # A checkpoint of one stage would be worse than none.
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_a_process_that_dies_takes_the_others_along(how: str, tmp_path: Any) -> None:
+    outcomes = end_of(how, tmp_path)
+    for outcome in outcomes:
+        assert outcome.exit_code not in (0, None), describe(outcomes)
+        assert not outcome.killed_by_harness, describe(outcomes)
+    assert "global rank 1, stage 1" in outcomes[0].output, describe(outcomes)
+
+
+def only_rank_1_fails_to_set_up() -> None:
+    module = seeded(MlpModule)
+    if os.environ["RANK"] == "1":
+        module.automatic_optimization = False
+    trainer = quiet_trainer(AutoPipeStrategy(timeout=60), num_processes=2)
+    trainer.fit(module, datamodule=InOrder(regression_data(8), batch_size=8))
+
+
+def test_a_rank_that_refuses_alone() -> None:
+    outcomes = run_processes_to_end(2, only_rank_1_fails_to_set_up, timeout_s=60, initialize_process_group=False)
+    assert all(outcome.exit_code not in (0, None) for outcome in outcomes), describe(outcomes)
+    assert not any(outcome.killed_by_harness for outcome in outcomes), describe(outcomes)
+    assert "automatic_optimization is False" in outcomes[0].output, describe(outcomes)
