@@ -138,7 +138,8 @@ class StepTrace:
 
     `end_reason` is None when the step returned; otherwise why the trace ended early (after the last parameter's use).
     `used_at_end` are the values in what the step returned; `inputs_read` the `id`s of the batch
-    tensors that it computed with; `written_parameters` those that the step itself writes (a clamp, a moving average).
+    tensors that it computed with; `written_parameters` those that the step itself writes (a clamp, a moving average);
+    `reassigned_buffers` those in whose place it puts other tensors.
     """
 
     operations: list[Operation]
@@ -152,6 +153,7 @@ class StepTrace:
     parameter_elements: dict[str, int]
     state_names: dict[int, str]
     inputs_read: frozenset[int]
+    reassigned_buffers: tuple[str, ...]
     written_parameters: frozenset[str] = frozenset()
     layers: tuple[Layer, ...] = ()
     seconds: float = 0.0

@@ -20,7 +20,9 @@ from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace,
 from lightning_autopipe.capture.treatment import Treatment, choose_treatments, draw_keyed_modules
 from lightning_autopipe.core.errors import CaptureError
 
-_TAG = "_autopipe_terms"  # on each activation that a stage computed: None, or the number of terms of a mean loss
+_RUN = "_autopipe_run"  # on each activation that a stage computed: which run made it
+_TERMS = "_autopipe_terms"  # on known mean losses: the number of terms
+_run_numbers = itertools.count()
 
 
 class StageExit(BaseException):
@@ -153,13 +155,21 @@ class _Replay(OperationMode):
         self.microbatch_seed = key.derive("layers")
         self.keyed_layer = -1
         self.position = 0
+        self.run_number = next(_run_numbers)
+        self.state_ids = program.state_ids
+        self.reassigned: list[tuple[dict[str, Any], str, Any]] = []
+        for name in program.trace.reassigned_buffers:
+            path, _, attribute = name.rpartition(".")
+            buffers = program.module.get_submodule(path)._buffers
+            self.reassigned.append((buffers, attribute, buffers[attribute]))
+            self.state_ids |= {id(buffers[attribute])}
         self.draws_here = (-1, 0)
         self.received: dict[int, Tensor] = {}
         for index, tensor in zip(program.received_values, received, strict=bool(received)):
             if index in program.cloned:  # a leaf cannot be written in place
                 with torch.enable_grad():
                     tensor = tensor.clone()
-            setattr(tensor, _TAG, None)
+            self._tag(tensor)
             self.received[index] = tensor
         self.held: dict[int, Tensor] = {v: self.received[v] for v in program.sent_values if v in self.received}
         self.sent_values = frozenset(program.sent_values)
@@ -190,6 +200,9 @@ class _Replay(OperationMode):
                     del attributes["forward"]
                 else:
                     attributes["forward"] = before
+            for buffers, attribute, value in self.reassigned:
+                if type(buffers[attribute]) is AbsentTensor:  # another stage has its new value
+                    buffers[attribute] = value
         if program.is_last:
             if self.position < self.start:
                 raise self._mismatch(f"it ended after operation {self.position} of {self.start} before the last stage")
@@ -223,7 +236,7 @@ class _Replay(OperationMode):
                 self.position = call.stop
                 for path, index in call.activations:
                     tensor = tree.get(result, path)
-                    setattr(tensor, _TAG, None)
+                    self._tag(tensor)
                     if index in self.sent_values:
                         self.held[index] = tensor
             self._arrive()
@@ -264,7 +277,7 @@ class _Replay(OperationMode):
             result = self._compute(function, args, kwargs, run)
             if op.written_arguments:
                 for path, _ in op.written_arguments:
-                    setattr(tree.get((args, kwargs), path), _TAG, None)
+                    self._tag(tree.get((args, kwargs), path))
             if self.sent_values:
                 self._hold(op, args, kwargs, result)
         self._arrive()
@@ -291,10 +304,10 @@ class _Replay(OperationMode):
         self.unwatched(function, (), {})
 
     def _takes_activation(self, objects: Sequence[Any]) -> bool:
-        state_ids = self.program.state_ids
+        state_ids, run_number = self.state_ids, self.run_number
         for obj in objects:
             if isinstance(obj, Tensor):
-                if type(obj) is AbsentTensor or id(obj) in state_ids or hasattr(obj, _TAG):
+                if type(obj) is AbsentTensor or id(obj) in state_ids or getattr(obj, _RUN, -1) == run_number:
                     return True
             elif tree.is_container(obj) and self._takes_activation([child for _, child in tree.children(obj)]):
                 return True
@@ -316,21 +329,23 @@ class _Replay(OperationMode):
         if position < self.num_operations and self.operations[position].is_mean_loss:
             return num_terms(function, args, kwargs)
         if function in KEEPS_COUNT and args and isinstance(args[0], Tensor) and args[0].dim() == 0:
-            if not any(hasattr(other, _TAG) for other in args[1:]):
-                return getattr(args[0], _TAG, None)
+            if not self._takes_activation(args[1:]):
+                return terms_of(args[0])
         return None
 
     def _tag(self, result: Any, terms: Tensor | None = None) -> None:
         if isinstance(result, Tensor):
-            setattr(result, _TAG, terms)
+            setattr(result, _RUN, self.run_number)
+            if terms is not None:
+                setattr(result, _TERMS, terms)
         elif tree.is_container(result):
             for _, tensor in tree.tensors(result):
-                setattr(tensor, _TAG, None)
+                setattr(tensor, _RUN, self.run_number)
 
     def _skip(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for path, index in op.written_arguments:  # a tensor of the user's that an earlier stage has written
             tensor = tree.get((args, kwargs), path)
-            setattr(tensor, _TAG, None)
+            self._tag(tensor)
             arrived = self.received.get(index)
             if arrived is not None:
                 was_paused, self.is_paused = self.is_paused, True
@@ -409,7 +424,8 @@ class _Replay(OperationMode):
 
 def terms_of(tensor: Any) -> Tensor | None:
     """Give the number of terms that a replayed mean loss was taken over, where it is known."""
-    return getattr(tensor, _TAG, None)
+    terms = getattr(tensor, _TERMS, None)
+    return terms if isinstance(terms, Tensor) else None
 
 
 def bounds_to_ranges(positions: Sequence[int]) -> list[tuple[int, int | None]]:

@@ -120,6 +120,7 @@ class _Tracer(OperationMode):
                 used_at_end = self._held_by_step(error)
             root.stop = len(self.operations)
             changed = state.modules_changed()
+            reassigned = self._note_reassigned_buffers()
         for index in used_at_end:
             self.values[index].reads.append(len(self.operations))
         if not self.operations:
@@ -136,8 +137,21 @@ class _Tracer(OperationMode):
             parameter_elements={name: p.numel() for name, p in self.module.named_parameters()},
             state_names=self.state_names,
             inputs_read=frozenset(self._inputs_read),
+            reassigned_buffers=reassigned,
             written_parameters=frozenset(self.written_parameters),
         )
+
+    def _note_reassigned_buffers(self) -> tuple[str, ...]:
+        """Buffers in whose place the step put an activation belong to the stage that makes it, as written ones do."""
+        names = []
+        for name, buffer in self.module.named_buffers():
+            value = self._value_of.get(id(buffer))
+            if value is not None and id(buffer) not in self.state_names:
+                names.append(name)
+                maker = self.operations[value.maker]
+                maker.buffers = tuple(dict.fromkeys((*maker.buffers, name)))
+        self.written_buffers |= frozenset(names)
+        return tuple(names)
 
     def _explain_end(self, error: Exception) -> str:
         """Decide whether the step may end here; if parameters are still to come, it is an error."""
