@@ -1,0 +1,51 @@
+"""What a user's own script looks like; run by `test_launch` under Lightning's launcher and under torchrun."""
+
+from __future__ import annotations
+
+import sys
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_autopipe  # noqa: F401  (registers the strategy's name)
+
+
+class Regression(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)), nn.Linear(4, 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def main() -> None:
+    pl.seed_everything(1)
+    module = Regression()
+    data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=int(sys.argv[1]),
+        strategy=sys.argv[2],
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        log_every_n_steps=1,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=8))
+    if trainer.is_global_zero:
+        total = sum(float(parameter.sum()) for parameter in module.parameters())
+        print(f"RESULT {float(trainer.callback_metrics['loss']):.6f} {total:.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
