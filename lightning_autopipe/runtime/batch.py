@@ -113,7 +113,10 @@ def _refuse_ambiguous(batch: Any, units: Mapping[tree.LeafPath, Any], split: Bat
         whole = BatchSplit(dims={p: d for p, d in split.dims.items() if p != path})
         read = _runs(batch, units, whole, probe)
         leaf = units[path]
-        if read is not None and isinstance(leaf, Tensor) and id(leaf) in read:
+        if read is None or not isinstance(leaf, Tensor) or id(leaf) not in read:
+            continue
+        # A leaf from which each sample takes its own row (an attention mask) runs with more rows, but not with fewer.
+        if _runs(batch, units, split, probe, fewer=path) is not None:
             raise BatchError(
                 f"The step runs whether the batch's leaf {_told(path)} of shape {tuple(leaf.shape)} is split into "
                 f"micro-batches or not, so its meaning cannot be told from shapes. Say it: split_batch="
@@ -122,11 +125,21 @@ def _refuse_ambiguous(batch: Any, units: Mapping[tree.LeafPath, Any], split: Bat
             )
 
 
-def _runs(batch: Any, units: Mapping[tree.LeafPath, Any], split: BatchSplit, probe: Probe) -> frozenset[int] | None:
-    """Run the step with a number of samples that no other dimension has."""
+def _runs(
+    batch: Any,
+    units: Mapping[tree.LeafPath, Any],
+    split: BatchSplit,
+    probe: Probe,
+    *,
+    fewer: tree.LeafPath | None = None,
+) -> frozenset[int] | None:
+    """Run the step with a number of samples that no other dimension has; the leaf `fewer` has one sample less."""
     taken = {size for leaf in units.values() if isinstance(leaf, Tensor) for size in leaf.shape}
     num_samples = next(n for n in (3, 5, 7, 11, 13, 17, 19, 23, 29, 31) if n not in taken) if taken else 3
-    resized = {path: _resize(units[path], dim, num_samples) for path, dim in split.dims.items()}
+    resized = {
+        path: _resize(units[path], dim, num_samples - 1 if path == fewer else num_samples)
+        for path, dim in split.dims.items()
+    }
     return probe(_replace(batch, resized))
 
 
