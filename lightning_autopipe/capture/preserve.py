@@ -89,7 +89,8 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> float:
     formula = flop_registry.get(func._overloadpacket)
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=result))
-    return float(result.numel()) if isinstance(result, torch.Tensor) else 0.0
+    first = result[0] if isinstance(result, tuple) and result else result  # the others are statistics, masks and such
+    return float(first.numel()) if isinstance(first, torch.Tensor) else 0.0
 
 
 @contextlib.contextmanager

@@ -238,9 +238,9 @@ class _Tracer(OperationMode):
                     "TorchScript, vmap or a compiled function, or kept from an earlier step."
                 )
         is_custom = isinstance(function, type)  # its code may use tensors that it is not given
+        run_args, run_kwargs = tree.map_tensors(self._absent_form, (args, kwargs))
         self._observer.begin(note_inputs=is_custom)
         try:
-            run_args, run_kwargs = tree.map_tensors(self._absent_form, (args, kwargs))
             was_paused, self.is_paused = self.is_paused, True
             try:
                 shapes = [tensor.shape for _, tensor in found]
