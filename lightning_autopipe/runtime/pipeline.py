@@ -231,7 +231,11 @@ class Pipeline:
         outcome = StepOutcome(sizes=sizes)
         schedule = self._make_schedule(self._schedule_name if training else "forward_only", self.num_stages, len(sizes))
         if self._is_local:
-            copies = [[tree.map_tensors(Tensor.clone, m) for m in microbatches] for _ in range(self.num_stages)]
+            # A stage may write into its batch; in one process the others must not see it.
+            copies = [
+                [tree.map_tensors(Tensor.clone, m) if self.num_stages > 1 else m for m in microbatches]
+                for _ in range(self.num_stages)
+            ]
             stages = [
                 _StageStep(self, stage_index, step_name, copies[stage_index], outcome, training, step)
                 for stage_index in range(self.num_stages)
@@ -245,7 +249,7 @@ class Pipeline:
         return outcome
 
     def _split_of(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSplit:
-        key = (step_name, structure_of((args[:1], kwargs)))
+        key = (step_name, structure_of((args[:1], kwargs)), self.num_microbatches > 1)
         split = self._splits.get(key)
         if split is None:
             split = self._splits[key] = self._find_split(step_name, args, kwargs)
