@@ -15,7 +15,8 @@ from lightning_autopipe.core.errors import (
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import SCHEMA_VERSION, PipelinePlan
-from lightning_autopipe.core.profile import LayerProfile, ModelProfile
+from lightning_autopipe.core.prediction import StagePrediction
+from lightning_autopipe.core.profile import LayerMeasurement, LayerProfile, ModelProfile, TiedParameter
 from lightning_autopipe.core.schedule import Action, ActionType, Schedule
 from lightning_autopipe.core.timeline import Timeline, TimelineEvent
 
@@ -30,6 +31,7 @@ __all__ = [
     "ClusterTopology",
     "ConfigurationError",
     "Device",
+    "LayerMeasurement",
     "LayerProfile",
     "Link",
     "ModelProfile",
@@ -39,6 +41,8 @@ __all__ = [
     "PipelineRuntimeError",
     "PlanError",
     "Schedule",
+    "StagePrediction",
+    "TiedParameter",
     "Timeline",
     "TimelineEvent",
 ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopipe.core.errors import AutoPipeError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.partition import Partition
-from lightning_autopipe.core.profile import LayerProfile
+from lightning_autopipe.core.prediction import StagePrediction
+from lightning_autopipe.core.profile import LayerMeasurement, LayerProfile, TiedParameter
 
 if TYPE_CHECKING:
     from lightning_autopipe.core.plan import PipelinePlan
@@ -24,6 +25,7 @@ _PLAN_KEYS = (
     "layout",
     "partition",
     "stage_work_shares",
+    "stage_predictions",
     "layers",
 )
 
@@ -38,6 +40,7 @@ def plan_fields_to_json(plan: PipelinePlan) -> str:
         "layout": _as_dict(plan.layout),
         "partition": _as_dict(plan.partition),
         "stage_work_shares": list(plan.stage_work_shares),
+        "stage_predictions": [_as_dict(stage) for stage in plan.stage_predictions],
         "layers": [_as_dict(layer) for layer in plan.layers],
     }
     return json.dumps(document, indent=2, allow_nan=False) + "\n"
@@ -72,18 +75,35 @@ def plan_fields_from_json(text: str, *, schema_version: int) -> dict[str, Any]:
         "layout": _read("layout", ParallelLayout, document["layout"]),
         "partition": _read("partition", Partition, document["partition"], tuples=("cut_points",)),
         "stage_work_shares": tuple(_list("stage_work_shares", document["stage_work_shares"])),
-        "layers": tuple(
-            _read(f"layers[{index}]", LayerProfile, layer, tuples=("parameters",)) for index, layer in enumerate(layers)
+        "stage_predictions": tuple(
+            _read(f"stage_predictions[{index}]", StagePrediction, stage)
+            for index, stage in enumerate(_list("stage_predictions", document["stage_predictions"]))
         ),
+        "layers": tuple(_read_layer(f"layers[{index}]", layer) for index, layer in enumerate(layers)),
     }
 
 
-def _as_dict(value: Partition | ParallelLayout | LayerProfile) -> dict[str, Any]:
-    result = {}
-    for field in fields(value):
-        member = getattr(value, field.name)
-        result[field.name] = list(member) if isinstance(member, tuple) else member
-    return result
+def _read_layer(where: str, value: Any) -> LayerProfile:
+    if isinstance(value, dict):
+        value = dict(value)
+        if value.get("measured") is not None:
+            value["measured"] = _read(f"{where}.measured", LayerMeasurement, value["measured"])
+        if isinstance(value.get("tied"), list):
+            value["tied"] = [
+                _read(f"{where}.tied[{index}]", TiedParameter, tied) for index, tied in enumerate(value["tied"])
+            ]
+    layer: LayerProfile = _read(where, LayerProfile, value, tuples=("parameters", "tied"))
+    return layer
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    return {field.name: _as_json(getattr(value, field.name)) for field in fields(value)}
+
+
+def _as_json(member: Any) -> Any:
+    if isinstance(member, tuple):
+        return [_as_json(item) for item in member]
+    return _as_dict(member) if is_dataclass(member) else member
 
 
 def _read(where: str, kind: type, value: Any, *, tuples: tuple[str, ...] = ()) -> Any:

@@ -12,9 +12,10 @@ from lightning_autopipe.core._plan_json import plan_fields_from_json, plan_field
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.core.prediction import StagePrediction
 from lightning_autopipe.core.profile import LayerProfile
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class PipelinePlan:
     """Micro-batches a step and replica."""
     stage_work_shares: tuple[float, ...] = ()
     """Predicted share of the step's work on each stage, summing to 1; empty where it was not predicted."""
+    stage_predictions: tuple[StagePrediction, ...] = ()
+    """Predicted time and memory of each stage; empty where layers were not measured."""
 
     def __post_init__(self) -> None:
         owner = "PipelinePlan"
@@ -62,6 +65,11 @@ class PipelinePlan:
                 f"{self.layout.num_stages}"
             )
         self._check_work_shares(owner)
+        check_tuple(owner, "stage_predictions", self.stage_predictions, StagePrediction, error=PlanError)
+        if self.stage_predictions and len(self.stage_predictions) != self.num_stages:
+            raise PlanError(
+                f"{owner}: stage_predictions has {len(self.stage_predictions)} values for {self.num_stages} stages"
+            )
 
     def _check_work_shares(self, owner: str) -> None:
         if not isinstance(self.stage_work_shares, tuple):

@@ -2,10 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from lightning_autopipe.core._checks import check_int, check_number, check_text, check_tuple
 from lightning_autopipe.core.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMeasurement:
+    """What a layer takes for one micro-batch, measured by running it alone."""
+
+    forward_s: float
+    """Seconds of its forward."""
+    backward_s: float
+    """Seconds of its backward; 0 where nothing in it requires a gradient."""
+    activation_bytes: int
+    """What autograd keeps from its forward for its backward; without parameters, buffers and the batch."""
+    received_kept_bytes: int = 0
+    """The part of `activation_bytes` that came from the layer before."""
+    sent_kept_bytes: int = 0
+    """The part of `activation_bytes` that goes on to the next layer."""
+    peak_bytes: int
+    """The most that forward and backward have alive at a time, besides parameters, their gradients and what came in."""
+    sent_bytes: int
+    """Bytes of the values that cross the cut after the layer; 0 after the last one."""
+    gradient_bytes: int
+    """Bytes of the gradients that come back across it."""
+
+    def __post_init__(self) -> None:
+        owner = "LayerMeasurement"
+        for name in ("forward_s", "backward_s"):
+            check_number(owner, name, getattr(self, name), error=PlanError)
+        for name in (
+            "activation_bytes",
+            "received_kept_bytes",
+            "sent_kept_bytes",
+            "peak_bytes",
+            "sent_bytes",
+            "gradient_bytes",
+        ):
+            check_int(owner, name, getattr(self, name), minimum=0, error=PlanError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedParameter:
+    """A parameter that a layer uses and an earlier layer counts."""
+
+    name: str
+    num_bytes: int
+    is_trainable: bool
+
+    def __post_init__(self) -> None:
+        check_text("TiedParameter", "name", self.name, error=PlanError)
+        check_int("TiedParameter", "num_bytes", self.num_bytes, minimum=0, error=PlanError)
+        if not isinstance(self.is_trainable, bool):
+            raise PlanError(f"TiedParameter: is_trainable must be true or false, got {self.is_trainable!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +84,10 @@ class LayerProfile:
     """Number of elements of the parameters counted in this layer."""
     num_trainable_parameters: int = 0
     """Number of elements of those that require a gradient."""
+    tied: tuple[TiedParameter, ...] = ()
+    """Parameters that the layer uses and an earlier layer counts."""
+    measured: LayerMeasurement | None = None
+    """Seconds and bytes for one micro-batch; None where nothing was measured."""
 
     def __post_init__(self) -> None:
         check_text("LayerProfile", "name", self.name, error=PlanError)
@@ -40,6 +96,9 @@ class LayerProfile:
         for name in ("param_bytes", "trainable_bytes", "boundary_bytes", "num_parameters", "num_trainable_parameters"):
             check_int(owner, name, getattr(self, name), minimum=0, error=PlanError)
         check_tuple(owner, "parameters", self.parameters, str, error=PlanError)
+        check_tuple(owner, "tied", self.tied, TiedParameter, error=PlanError)
+        if self.measured is not None and not isinstance(self.measured, LayerMeasurement):
+            raise PlanError(f"{owner}: measured must be a LayerMeasurement or None, got {self.measured!r}")
         for part, whole in (("trainable_bytes", "param_bytes"), ("num_trainable_parameters", "num_parameters")):
             if getattr(self, part) > getattr(self, whole):
                 raise PlanError(
@@ -63,3 +122,17 @@ class ModelProfile:
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self.layers)
+
+    def with_measurements(self, measurements: Sequence[LayerMeasurement]) -> ModelProfile:
+        """The same layers with what was measured of each.
+
+        Raises:
+            PlanError: there is not one for each layer.
+        """
+        if len(measurements) != self.num_layers:
+            raise PlanError(f"ModelProfile: {len(measurements)} measurements for {self.num_layers} layers")
+        return ModelProfile(
+            layers=tuple(
+                replace(layer, measured=measured) for layer, measured in zip(self.layers, measurements, strict=True)
+            )
+        )

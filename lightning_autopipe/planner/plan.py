@@ -12,6 +12,7 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.planner.cost import layer_costs
 from lightning_autopipe.planner.partitioner import min_max_partition
+from lightning_autopipe.planner.prediction import predict_stages
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -27,6 +28,7 @@ def make_plan(
     schedule_name: str = "auto",
     module_fingerprint: str,
     partition: Literal["auto"] | Partition | Sequence[int] = "auto",
+    optimizer_state_ratio: float = 2.0,
 ) -> PipelinePlan:
     """A plan that balances the layers over the stages.
 
@@ -39,6 +41,8 @@ def make_plan(
         module_fingerprint: identifies the module that the profile is of.
         partition: ``"auto"`` for the most even one; or the partition itself; or its cut points, the layer index at
             which each stage after the first begins.
+        optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters, for the prediction of
+            memory; AdamW has two.
 
     Raises:
         ConfigurationError: a number is below 1, there are more stages than layers, the schedule is unknown, or the
@@ -65,6 +69,13 @@ def make_plan(
         schedule_name=schedule_name,
         num_microbatches=num_microbatches,
         stage_work_shares=_work_shares(costs, chosen),
+        stage_predictions=predict_stages(
+            profile.layers,
+            chosen,
+            schedule_name=schedule_name,
+            num_microbatches=num_microbatches,
+            optimizer_state_ratio=optimizer_state_ratio,
+        ),
     )
 
 

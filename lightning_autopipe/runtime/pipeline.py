@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.interception import current
 from lightning_autopipe.capture.preserve import preserved_random_state
-from lightning_autopipe.capture.records import StepTrace
+from lightning_autopipe.capture.records import CutKey, StepTrace
 from lightning_autopipe.capture.replay import StageProgram, StageRun, TraceMismatchError, terms_of
 from lightning_autopipe.core.errors import CaptureError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
-from lightning_autopipe.core.profile import LayerProfile, ModelProfile
+from lightning_autopipe.core.profile import LayerProfile, ModelProfile, TiedParameter
 from lightning_autopipe.core.schedule import Schedule
 from lightning_autopipe.runtime.batch import BatchSplit, assume_split, find_split, microbatch_sizes, structure_of
 from lightning_autopipe.runtime.executor import StageExecutor
@@ -47,6 +49,17 @@ class StepOutcome:
     outputs: list[Any] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchCapture:
+    """The trace of one micro-batch, where the layers of the whole batch's trace begin, and what the step takes."""
+
+    trace: StepTrace
+    table: CutTable
+    layer_keys: tuple[CutKey, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Pipeline:
@@ -112,6 +125,7 @@ class Pipeline:
         parameters = dict(self.module.named_parameters())
         for layer in trace.layers:
             own = [parameters[name] for name in layer.parameters if name not in counted]
+            tied = [(name, parameters[name]) for name in layer.parameters if name in counted]
             counted.update(layer.parameters)
             trainable = [p for p in own if p.requires_grad]
             layers.append(
@@ -124,6 +138,10 @@ class Pipeline:
                     parameters=layer.parameters,
                     num_parameters=sum(p.numel() for p in own),
                     num_trainable_parameters=sum(p.numel() for p in trainable),
+                    tied=tuple(
+                        TiedParameter(name=name, num_bytes=p.numel() * p.element_size(), is_trainable=p.requires_grad)
+                        for name, p in tied
+                    ),
                 )
             )
         return ModelProfile(layers=tuple(layers))
@@ -135,6 +153,31 @@ class Pipeline:
             BatchError: that cannot be told.
         """
         return self._split_of(step_name, args, kwargs).batch_size((args, kwargs))
+
+    def capture_microbatch(
+        self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
+    ) -> MicrobatchCapture:
+        """Trace the largest micro-batch of a batch whose step was profiled, to measure its layers.
+
+        Raises:
+            CaptureError: the step of one micro-batch cannot be traced.
+        """
+        assert self._planning_trace is not None, "profile() comes first"
+        self.num_microbatches, before = num_microbatches, self.num_microbatches
+        try:
+            split = self._split_of(step_name, args, kwargs)
+        finally:
+            self.num_microbatches = before
+        batch = (args, kwargs)
+        sizes = microbatch_sizes(split.batch_size(batch), num_microbatches)
+        micro_args, micro_kwargs = split.split(batch, sizes)[0]
+        trace, table = self._store.trace(step_name, micro_args, micro_kwargs)
+        keys = tuple(layer.key for layer in self._planning_trace.layers)
+        return MicrobatchCapture(trace=trace, table=table, layer_keys=keys, args=micro_args, kwargs=micro_kwargs)
+
+    def silent(self) -> contextlib.AbstractContextManager[None]:
+        """Give a context in which `tracing` is true, for runs of the step's parts that must not count."""
+        return self._store.silent()
 
     def set_plan(self, plan: PipelinePlan) -> None:
         """Cut the profiled step as the plan says.
@@ -184,8 +227,8 @@ class Pipeline:
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Give placeholders their storage back, in place."""
+        self._store.clear()  # a trace's graph would keep hold of them
         fill_parameters(self.module, values)
-        self._store.clear()
 
     # ----- running
 

@@ -65,7 +65,7 @@ class CaptureStore:
         Raises:
             CaptureError: the step cannot be traced.
         """
-        with self._tracing():
+        with self.silent():
             trace = trace_step(self.module, getattr(self.module, step_name), args, kwargs, step_name=step_name)
         table = CutTable(trace)
         trace.layers = find_layers(trace, table)
@@ -149,7 +149,7 @@ class CaptureStore:
         program = capture.programs.get(stage_index)
         if program is None:
             is_last = stage_index == self.num_stages - 1
-            with self._tracing():
+            with self.silent():
                 program = proven_program(
                     capture.trace,
                     capture.table,
@@ -174,7 +174,8 @@ class CaptureStore:
         return positions_from_owners(trace, table, self.owners, self.num_stages, step_name)
 
     @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
+    def silent(self) -> Iterator[None]:
+        """Have `tracing` true for a while."""
         before, self.tracing = self.tracing, True
         try:
             yield

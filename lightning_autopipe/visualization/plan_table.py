@@ -19,6 +19,8 @@ _MAX_RANKS_SHOWN = 8
 def plan_table(plan: PipelinePlan) -> Table:
     """A rich table of a plan, one row a stage: ranks, layers, parameters, share of the work, bytes to the next stage.
 
+    Where layers were measured, also the predicted time of one micro-batch, and memory at its fullest.
+
     Parameters are numbers of elements (M million, B billion); a tied one counts in the first stage that uses it, and
     the caption names the stages that hold a copy. Bytes are those of the whole traced batch, forward.
     """
@@ -38,6 +40,9 @@ def plan_table(plan: PipelinePlan) -> Table:
     table.add_column("trainable", footer=trainable, justify="right", no_wrap=True)
     table.add_column("work", justify="right", no_wrap=True)
     table.add_column("sends on", justify="right", no_wrap=True)
+    if plan.stage_predictions:
+        table.add_column("µ-batch", justify="right", no_wrap=True)
+        table.add_column("memory", justify="right", no_wrap=True)
     for stage_index in range(plan.num_stages):
         owned = plan.stage_layers(stage_index)
         is_last = stage_index == plan.num_stages - 1
@@ -51,6 +56,7 @@ def plan_table(plan: PipelinePlan) -> Table:
             *_parameter_counts(owned),
             work,
             "" if is_last else _bytes(owned[-1].boundary_bytes),
+            *_predicted(plan, stage_index),
         )
     return table
 
@@ -99,6 +105,17 @@ def _bytes(number: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def _predicted(plan: PipelinePlan, stage_index: int) -> tuple[str, ...]:
+    if not plan.stage_predictions:
+        return ()
+    stage = plan.stage_predictions[stage_index]
+    return _seconds(stage.microbatch_s), _bytes(stage.peak_bytes)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _tie_note(plan: PipelinePlan) -> Text | None:
