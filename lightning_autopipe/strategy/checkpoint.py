@@ -56,7 +56,7 @@ class StateGatherer:
         return received
 
     def gather_tensors_everywhere(self) -> dict[str, Tensor]:
-        """On every rank all parameters and written buffers, by first name, in host memory. Collective over a pipeline."""
+        """On every rank all parameters and written buffers, by first name. Collective over each pipeline."""
         return {
             name: self._communicator.broadcast_in_pipeline(
                 tensor.detach().cpu() if owner == self._communicator.stage_index else None, stage_index=owner

@@ -95,7 +95,9 @@ class _Join:
         first = parts[0]
         holds_samples = all(len(part) == size for part, size in zip(parts, self._sizes, strict=True))
         same_length = all(len(part) == len(first) for part in parts)
-        if same_length and first:
+        if same_length and not first:
+            return []
+        if same_length:
             members = [self.join(list(column)) for column in zip(*parts, strict=True)]
             # A list of batched tensors (hidden states, say) may be as long as the micro-batch by chance.
             if not holds_samples or all(isinstance(member, Tensor) and member.ndim for member in members):

@@ -1,9 +1,10 @@
-"""From the first batch to a plan."""
+"""From the module and the first batch to a plan."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -22,10 +23,46 @@ from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.planner import make_plan, resolve_sizes
 from lightning_autopipe.runtime.pipeline import Pipeline
+from lightning_autopipe.runtime.process_groups import ProcessGroups
+from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.options import StrategyOptions
 
 NO_BATCH = object()
+
+
+def make_pipeline(
+    module: nn.Module,
+    options: StrategyOptions,
+    plan: PipelinePlan | None,
+    communicator: Communicator,
+    groups: ProcessGroups | None,
+    device: torch.device,
+) -> Pipeline:
+    """The module as a pipeline that has no plan yet. Collective over all ranks: they draw from one seed.
+
+    Args:
+        module: The whole module.
+        options: What the user set.
+        plan: What the user gave, if anything.
+        communicator: This rank's groups.
+        groups: The runtime's groups; None where there is one process.
+        device: Where this rank computes.
+    """
+    schedule = options.schedule if plan is None else plan.schedule_name
+    seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**63)
+    has_neighbours = groups is not None and communicator.layout.num_stages > 1
+    return Pipeline(
+        module,
+        layout=communicator.layout,
+        global_rank=communicator.global_rank,
+        transport=groups.transport(device) if groups is not None and has_neighbours else None,
+        num_microbatches=1,
+        make_schedule=get_schedule,
+        schedule_name="1f1b" if schedule == "auto" else schedule,
+        seed=communicator.broadcast_in_world(seed),
+        device=device,
+    )
 
 
 def plan_pipeline(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,10 +19,8 @@ from torch.optim import Optimizer
 from lightning_autopipe.capture.absent import computing_shapes, is_absent
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
-from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.runtime.tied_parameters import TiedParameters
-from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.strategy.checkpoint import StateGatherer
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.environment import with_ties
@@ -31,7 +29,7 @@ from lightning_autopipe.strategy.metrics import SharedMetrics
 from lightning_autopipe.strategy.optimizers import WholeOptimizer
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.placement import broadcast_tensors, move_module
-from lightning_autopipe.strategy.planning import plan_pipeline
+from lightning_autopipe.strategy.planning import make_pipeline, plan_pipeline
 from lightning_autopipe.strategy.step_exchange import StepResult, exchange_prediction, exchange_step
 from lightning_autopipe.strategy.step_log import StepRecorder
 from lightning_autopipe.visualization import plan_table
@@ -81,7 +79,7 @@ class PipelineSession:
         self._ledger: GradientLedger | None = None
         self._ties: TiedParameters | None = None
         self._uncounted: set[int] = set()
-        self.pipeline = self._make_pipeline()
+        self.pipeline = make_pipeline(module, options, plan, communicator, groups, device)
         self.recorder = StepRecorder(module, self.pipeline, stage_index=communicator.stage_index)
         self.metrics = SharedMetrics(
             module, communicator, is_in_step=lambda: self._is_in_step, is_tracing=lambda: self.pipeline.tracing
@@ -141,23 +139,6 @@ class PipelineSession:
         self._reduce_gradients_over_ranks()
         self.is_ready = True
 
-    def _make_pipeline(self) -> Pipeline:
-        layout = self.communicator.layout
-        schedule = self._options.schedule if self._given_plan is None else self._given_plan.schedule_name
-        seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**63)
-        is_alone = self._groups is None or layout.num_stages == 1
-        return Pipeline(
-            self.module,
-            layout=layout,
-            global_rank=self.communicator.global_rank,
-            transport=None if is_alone or self._groups is None else self._groups.transport(self.device),
-            num_microbatches=1,
-            make_schedule=get_schedule,
-            schedule_name="1f1b" if schedule == "auto" else schedule,
-            seed=self.communicator.broadcast_in_world(seed),
-            device=self.device,
-        )
-
     def _prune_optimizers(self) -> None:
         owned = self.pipeline.owned_parameters(self.communicator.stage_index)
         for whole in self.optimizers:
@@ -214,6 +195,12 @@ class PipelineSession:
         self._ledger.take_new(reduce=reduce)
         result = self._exchange(outcome, training=True)
         self.total_weight = result.total_weight
+        if not result.total_weight and self.communicator.global_rank == 0:
+            warnings.warn(
+                "the loss of this batch has no weight in any micro-batch or replica (no target that counts, or a "
+                "loss_weight of 0): its gradients are zero",
+                stacklevel=2,
+            )
         return result.output
 
     def run_evaluation_step(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int) -> Any:

@@ -107,7 +107,8 @@ def test_tokens_that_are_ignored_do_not_count() -> None:
 def test_a_batch_without_any_token_changes_nothing_under_sgd() -> None:
     module = seeded(LanguageModule)
     before = values(module)
-    fit(module, InOrder(token_data(8, valid=[0] * 8), batch_size=8), AutoPipeStrategy(num_microbatches=4))
+    with pytest.warns(UserWarning, match="no weight"):
+        fit(module, InOrder(token_data(8, valid=[0] * 8), batch_size=8), AutoPipeStrategy(num_microbatches=4))
     assert largest_difference(before, values(module)) == 0
 
 
@@ -149,7 +150,8 @@ def test_logs_metrics_and_outputs() -> None:
 
     compare(make, lambda: InOrder(class_data(19), class_data(10, seed=1), batch_size=8, val_batch_size=4), max_epochs=2)
     plain, cut = modules
-    assert cut.hook_values == pytest.approx(plain.hook_values, rel=1e-12)
+    # torchmetrics keeps its sums in float32.
+    assert cut.hook_values == pytest.approx(plain.hook_values, rel=1e-5)
 
 
 def test_logged_by_step(tmp_path: Path) -> None:
@@ -168,9 +170,7 @@ def test_logged_by_step(tmp_path: Path) -> None:
     for plain, cut in zip(*rows, strict=True):
         assert plain.keys() == cut.keys()
         for key in plain:
-            # torchmetrics keeps its sums in float32.
-            tolerance = 1e-6 if key == "from_hook" else 1e-9
-            assert cut[key] == plain[key] or float(cut[key]) == pytest.approx(float(plain[key]), rel=tolerance), key
+            assert cut[key] == plain[key] or float(cut[key]) == pytest.approx(float(plain[key]), rel=1e-9), key
 
 
 def test_outputs_are_joined() -> None:

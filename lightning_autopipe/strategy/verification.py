@@ -1,0 +1,89 @@
+"""Proof on the user's own module: one micro-batch uncut and through all stages must give the same numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_autopipe.capture.records import StepTrace
+from lightning_autopipe.core.errors import CaptureError
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.profiling.unchanged import unchanged
+from lightning_autopipe.runtime.pipeline import Pipeline
+
+_ROUNDING = 1e3  # in units of the dtype's resolution: sums in another order differ by a few of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the proof has shown: bit for bit, or but for the order of sums (`largest_difference`, relative)."""
+
+    seconds: float
+    largest_difference: float
+
+    def __str__(self) -> str:
+        equal = (
+            "bit for bit"
+            if self.largest_difference == 0.0
+            else f"but for the order of sums (relative difference {self.largest_difference:.1e})"
+        )
+        return f"Verified in {self.seconds:.1f} s: loss and gradients through the stages equal the uncut step {equal}."
+
+
+def verify_pipeline(
+    pipeline: Pipeline, plan: PipelinePlan, *, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Verdict:
+    """Run the first micro-batch of a batch uncut and through the plan's stages, all in this process, and compare.
+
+    The module is whole and is left as it was. Both runs make the same keyed random draws.
+
+    Raises:
+        CaptureError: the numbers differ by more than rounding; names the first value that does.
+    """
+    begin = time.perf_counter()
+    capture = pipeline.capture_microbatch(step_name, args, kwargs, plan.num_microbatches)
+    uncut, through_stages = (
+        _run(pipeline.in_process(is_cut=is_cut), capture.trace, step_name, capture.args, capture.kwargs)
+        for is_cut in (False, True)
+    )
+    differences = [_difference(name, reference, through_stages[name], plan) for name, reference in uncut.items()]
+    return Verdict(seconds=time.perf_counter() - begin, largest_difference=max(differences))
+
+
+def _run(
+    pipeline: Pipeline, trace: StepTrace, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Tensor | None]:
+    """Give the loss (under the name '') and every parameter's gradient of one run in this process."""
+    module = pipeline.module
+    with unchanged(module, trace.written_parameters), pipeline.silent():
+        outcome = pipeline.run(step_name, args, kwargs, training=True, step=0)
+        found: dict[str, Tensor | None] = {"": outcome.losses[0]}
+        found.update((name, parameter.grad) for name, parameter in module.named_parameters())
+    return found
+
+
+def _difference(name: str, reference: Tensor | None, value: Tensor | None, plan: PipelinePlan) -> float:
+    what = f"the gradient of {name}" if name else "the loss"
+    if reference is None and value is None:
+        return 0.0
+    if reference is not None and value is not None:
+        if torch.equal(reference, value) or (not name and bool(reference.isnan() & value.isnan())):
+            return 0.0
+        scale = float(reference.abs().max())
+        relative = float((reference - value).abs().max()) / scale if scale > 0 else float("inf")
+        if relative <= _ROUNDING * torch.finfo(reference.dtype).eps:
+            return relative
+        wrong = (reference - value).abs().argmax()
+        told = f"{float(value.flatten()[wrong]):.9g} through the stages, {float(reference.flatten()[wrong]):.9g} uncut"
+    else:
+        told = "it is missing " + ("uncut" if reference is None else "through the stages")
+    owner = next((layer.name for layer in plan.layers if name in layer.parameters), "the end of the step")
+    raise CaptureError(
+        f"The step cannot be run as {plan.num_stages} stages: {what} differs from the uncut step ({told}; layer {owner}). "
+        "A step whose Python keeps state between modules in a way that tracing does not see does that. Set num_stages=1 "
+        "or partition= to other cuts; verify=False turns this proof off and trains with the differing numbers."
+    )

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_autopipe import ConfigurationError, PlanError
+from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.core.profile import LayerProfile
+from lightning_autopipe.strategy import AutoPipeStrategy
+from lightning_autopipe.strategy.options import StrategyOptions
+
+
+def plan() -> PipelinePlan:
+    layers = tuple(LayerProfile(name=str(index), forward_flops=1.0) for index in range(4))
+    return PipelinePlan(
+        module_fingerprint="some module",
+        layers=layers,
+        partition=Partition(cut_points=(2,), num_layers=4),
+        layout=ParallelLayout(num_stages=2, num_replicas=1),
+        schedule_name="gpipe",
+        num_microbatches=3,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_stages": 2, "num_replicas": 2, "num_microbatches": 8},
+        {"schedule": "gpipe"},
+        {"partition": [1, 2]},
+        {"partition": (1, 2)},
+        {"partition": Partition(cut_points=(1,), num_layers=3)},
+        {"plan": plan()},
+        {"timeout": 20},
+        {"timeout": timedelta(seconds=20)},
+        {"process_group_backend": "gloo"},
+        {"recompute": False, "verify": False, "gather_after_fit": False},
+    ],
+)
+def test_allowed(options: dict[str, Any]) -> None:
+    assert StrategyOptions(**options) == StrategyOptions(**options)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(StrategyOptions)])
+def test_auto_is_allowed_wherever_something_is_chosen(name: str) -> None:
+    chosen = {"process_group_backend", "gather_after_fit", "timeout", "plan", "cut_after"}
+    if name not in chosen:
+        StrategyOptions(**{name: "auto"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_stages": 0}, "num_stages must be an integer >= 1"),
+        ({"num_replicas": True}, "num_replicas must be an integer"),
+        ({"num_microbatches": 2.0}, "num_microbatches must be an integer"),
+        ({"schedule": "interleaved"}, "schedule must be one of 'auto', '1f1b', 'gpipe'; got 'interleaved'"),
+        ({"partition": "even"}, "partition must be"),
+        ({"partition": [1.5]}, "partition must be"),
+        ({"process_group_backend": "mpi"}, "process_group_backend must be one of None, 'gloo', 'nccl'"),
+        ({"gather_after_fit": "auto"}, "gather_after_fit must be True or False"),
+        ({"timeout": 0}, "timeout must be a finite time > 0"),
+        ({"timeout": "1h"}, "timeout must be a timedelta"),
+        ({"timeout": float("inf")}, "timeout must be a finite time"),
+        ({"plan": 3}, "plan must be a file's path"),
+        ({"plan": "no/such/file.json"}, "plan='no/such/file.json' is not a file"),
+        ({"plan": plan(), "num_stages": 2, "schedule": "1f1b"}, "a plan decides num_stages, schedule itself"),
+        ({"plan": plan(), "partition": [1]}, "a plan decides partition itself"),
+        ({"cut_after": ["net.3"]}, "cut_after=.* is not supported yet: set cut_after to None"),
+        ({"cluster": "cluster.yaml"}, "cluster=.* is not supported yet"),
+        ({"split_batch": {"x": 0}}, "split_batch=.* is not supported yet"),
+        ({"loss_over": "batch"}, "loss_over='batch' is not supported yet"),
+        ({"verify": True}, "verify=True is not supported yet: set verify to 'auto' or False"),
+        ({"deferred_batch_norm": True}, "deferred_batch_norm=True is not supported yet"),
+        ({"shard_optimizer": 1}, "shard_optimizer=1 is not supported yet"),
+        ({"recompute": True}, "recompute=True is not supported yet"),
+        ({"trace": "trace.json"}, "trace=.* is not supported yet"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AutoPipeStrategy(**options)
+
+
+def test_the_strategy_takes_every_option_with_the_same_default() -> None:
+    parameters = inspect.signature(AutoPipeStrategy).parameters
+    for field in fields(StrategyOptions):
+        assert parameters[field.name].default == field.default, field.name
+        assert parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert f"        {field.name}: " in (AutoPipeStrategy.__doc__ or ""), field.name
+
+
+def test_timeout_in_seconds() -> None:
+    assert StrategyOptions(timeout=timedelta(minutes=2)).timeout_s == 120.0
+    assert StrategyOptions(timeout=3).timeout_s == 3.0
+
+
+def test_a_plans_file_is_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan().save(path)
+    assert AutoPipeStrategy(plan=path)._plan == plan()
+    path.write_text("{}")
+    with pytest.raises(PlanError, match=r"plan\.json"):
+        AutoPipeStrategy(plan=str(path))
