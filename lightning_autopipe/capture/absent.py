@@ -63,6 +63,14 @@ class AbsentTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', at={self.home})"
 
+    def tolist(self) -> Any:
+        """Raises: there are no values."""
+        raise _value_needed("Tensor.tolist", (self,), {})
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raises: there are no values."""
+        raise _value_needed("Tensor.numpy", (self,), {})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         copied = AbsentTensor(self.meta.clone(), self.device, self.requires_grad, self.home)
         if isinstance(self, torch.nn.Parameter):
@@ -116,6 +124,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one ATen operation on meta twins and wrap what it gives; an input that is given back keeps its identity."""
     twins: dict[int, AbsentTensor] = {}
     device: torch.device | None = None
+    home = args[0].home if func in _SHAPELESS else "another stage"
 
     def to_meta(leaf: Any) -> Any:
         nonlocal device
@@ -154,7 +163,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         # In inference mode the view of a tensor that was made outside has to be like its base.
         outer = torch.is_inference_mode_enabled() and any(_is_outer_base(t, leaf) for t in twins.values())
         with torch.inference_mode(False) if outer else contextlib.nullcontext():
-            return AbsentTensor(leaf, device)
+            return AbsentTensor(leaf, device, home=home)
 
     return pytree.tree_map(wrap, result)
 

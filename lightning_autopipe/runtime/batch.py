@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from lightning_autopipe.core.errors import BatchError
 
 # Tells whether the step runs on these arguments, and which tensors' values it reads (their `id`s); None where it fails.
 Probe = Callable[[Any], "frozenset[int] | None"]
+_MAX_PROBES = 64
 _SCALARS = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device)
 
 
@@ -88,14 +90,8 @@ def find_split(batch: Any, probe: Probe, *, given: Mapping[str, int | None] | No
     if not candidates:
         return BatchSplit(dims={})
     running = [split for split in candidates if _runs(batch, units, split, probe) is not None]
-    if not running:  # one leaf may equal the batch size by chance
-        without_one = [
-            BatchSplit(dims={p: d for p, d in split.dims.items() if p != path})
-            for split in candidates
-            for path in split.dims
-            if len(split.dims) > 1
-        ]
-        running = [split for split in without_one if _runs(batch, units, split, probe) is not None]
+    if not running:
+        running = _leaving_some_whole(batch, units, candidates, probe)
     if len(running) != 1:
         raise BatchError(_explain(units, running))
     _refuse_ambiguous(batch, units, running[0], probe)
@@ -108,21 +104,42 @@ def assume_split(batch: Any) -> BatchSplit:
     return candidates[0] if candidates else BatchSplit(dims={})
 
 
+def _leaving_some_whole(
+    batch: Any, units: Mapping[tree.LeafPath, Any], candidates: Sequence[BatchSplit], probe: Probe
+) -> list[BatchSplit]:
+    """One or two leaves may equal the batch size by chance: give what runs with as few left whole as possible."""
+    for num_whole in (1, 2):
+        fewer = [
+            BatchSplit(dims={path: dim for path, dim in split.dims.items() if path not in whole})
+            for split in candidates
+            for whole in itertools.combinations(split.dims, num_whole)
+            if len(split.dims) > num_whole
+        ]
+        running = [split for split in fewer[:_MAX_PROBES] if _runs(batch, units, split, probe) is not None]
+        if running:
+            return running
+    return []
+
+
 def _refuse_ambiguous(batch: Any, units: Mapping[tree.LeafPath, Any], split: BatchSplit, probe: Probe) -> None:
-    for path in split.dims if len(split.dims) > 1 else ():
+    read = _runs(batch, units, BatchSplit(dims={}), probe) or frozenset()
+    paths = [path for path in split.dims if id(units[path]) in read]
+    if len(paths) < 2:
+        return  # the only leaf that the step computes with has the samples
+    ambiguous = []
+    for path in paths:
         whole = BatchSplit(dims={p: d for p, d in split.dims.items() if p != path})
-        read = _runs(batch, units, whole, probe)
-        leaf = units[path]
-        if read is None or not isinstance(leaf, Tensor) or id(leaf) not in read:
-            continue
         # A leaf from which each sample takes its own row (an attention mask) runs with more rows, but not with fewer.
-        if _runs(batch, units, split, probe, fewer=path) is not None:
-            raise BatchError(
-                f"The step runs whether the batch's leaf {_told(path)} of shape {tuple(leaf.shape)} is split into "
-                f"micro-batches or not, so its meaning cannot be told from shapes. Say it: split_batch="
-                f"{{{_told(path)!r}: {split.dims[path]}}} if it has one entry a sample, "
-                f"split_batch={{{_told(path)!r}: None}} if not."
-            )
+        if _runs(batch, units, whole, probe) is not None and _runs(batch, units, split, probe, fewer=path) is not None:
+            ambiguous.append(path)
+    if ambiguous:
+        told = ", ".join(f"{_told(path)} of shape {tuple(units[path].shape)}" for path in ambiguous)
+        name, dim = _told(ambiguous[-1]), split.dims[ambiguous[-1]]
+        raise BatchError(
+            f"The step runs whether these leaves of the batch are split into micro-batches or not: {told}. Their meaning "
+            f"cannot be told from shapes. Say it: split_batch={{{name!r}: {dim}}} if {name} has one entry a sample, "
+            f"split_batch={{{name!r}: None}} if not."
+        )
 
 
 def _runs(

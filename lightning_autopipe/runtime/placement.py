@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from lightning_autopipe.capture.absent import absent_like, is_absent
+from lightning_autopipe.capture.absent import absent_like, computing_shapes, is_absent
 
 
 def release_parameters(
@@ -53,7 +53,8 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
     if weakref.getweakrefcount(parameter):
         return other
     try:
-        torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        with computing_shapes():  # the swap looks for the parameter's node in the graph by a view of it
+            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
     except RuntimeError:  # an autograd graph of the user's still holds it
         return other
     return parameter

@@ -6,12 +6,14 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.planner import make_plan
+from lightning_autopipe.runtime.memory_transport import MemoryNetwork
 from lightning_autopipe.runtime.pipeline import Pipeline, StepOutcome
 from lightning_autopipe.schedules import get_schedule
 
@@ -139,3 +141,57 @@ def assert_identical(run: Run, reference: Run, *, tied: str | None = None) -> No
 
 def fresh(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module)
+
+
+def apart(module: nn.Module, args: tuple[Any, ...], *, num_stages: int, num_microbatches: int) -> list[Pipeline]:
+    """Every stage on a module of its own that holds only its own parameters, as in processes of their own."""
+    network = MemoryNetwork(num_stages)
+    layout = ParallelLayout(num_stages=num_stages)
+    pipelines = []
+    for stage_index in range(num_stages):
+        pipeline = Pipeline(
+            copy.deepcopy(module),
+            layout=layout,
+            global_rank=layout.global_rank(stage_index, 0),
+            transport=network.transport(stage_index),
+            num_microbatches=num_microbatches,
+            make_schedule=get_schedule,
+            seed=3,
+        )
+        plan = make_plan(
+            pipeline.profile("training_step", args, {}),
+            num_stages=num_stages,
+            num_replicas=1,
+            num_microbatches=num_microbatches,
+            module_fingerprint=pipeline.module_fingerprint,
+        )
+        pipeline.set_plan(plan)
+        pipeline.place()
+        pipelines.append(pipeline)
+    return pipelines
+
+
+def run_apart(pipelines: list[Pipeline], batch: Any, *, step: int = 0) -> Run:
+    """One training step of stages that live apart, in turns; gradients of tied parameters are summed."""
+    waiting = []
+    outcomes = []
+    for pipeline in pipelines:
+        pipeline.module.zero_grad(set_to_none=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline._executor, "run", lambda stage, schedule: steps.append((stage, schedule)))
+            steps: list[Any] = []
+            outcomes.append(pipeline.run("training_step", (batch, 0), {}, training=True, step=step))
+        waiting.append(pipeline._executor.advance(*steps[0]))
+    for _ in range(1000):
+        waiting = [stage for stage in waiting if next(stage, None) is not None]
+        if not waiting:
+            break
+    assert not waiting
+    last = outcomes[-1]
+    weights, losses = torch.stack(last.weights), torch.stack(last.losses)
+    summed: dict[str, Tensor] = {}
+    for pipeline in pipelines:
+        for name, gradient in gradients(pipeline.module).items():
+            summed[name] = summed[name] + gradient if name in summed else gradient
+    total = weights.sum()
+    return Run((weights * losses).sum() / total, {n: g / total for n, g in summed.items()}, outcomes)
