@@ -11,6 +11,11 @@ from lightning_autopipe.planner.cost import measurements
 from lightning_autopipe.schedules.catalog import get_schedule
 from lightning_autopipe.schedules.stash import peak_stash
 
+_MESSAGES_AHEAD = 2
+"""What the runtime's transport may have posted receives for, each way, before they are needed."""
+_MESSAGES_BEHIND = 4
+"""How many gradients that a stage sends back may be under way."""
+
 
 def predict_stages(
     layers: Sequence[LayerProfile],
@@ -37,13 +42,15 @@ def predict_stages(
         return ()
     schedule = get_schedule(schedule_name, partition.num_stages, num_microbatches)
     return tuple(
-        _predict(layers, partition.stage_layers(index), peak_stash(schedule, index), optimizer_state_ratio)
+        _predict(
+            layers, partition.stage_layers(index), peak_stash(schedule, index), num_microbatches, optimizer_state_ratio
+        )
         for index in range(partition.num_stages)
     )
 
 
 def _predict(
-    layers: Sequence[LayerProfile], owned: range, num_alive: int, optimizer_state_ratio: float
+    layers: Sequence[LayerProfile], owned: range, num_alive: int, num_microbatches: int, optimizer_state_ratio: float
 ) -> StagePrediction:
     own = layers[owned.start : owned.stop]
     measured = measurements(layers)[owned.start : owned.stop]
@@ -69,8 +76,8 @@ def _predict(
         optimizer_bytes=round(optimizer_state_ratio * trainable_bytes),
         activation_bytes=(num_alive - 1) * held,
         working_bytes=fullest,
-        # One message each way may wait while the stage computes.
-        buffer_bytes=received_bytes + measured[-1].gradient_bytes,
+        buffer_bytes=_MESSAGES_AHEAD * (received_bytes + measured[-1].gradient_bytes)
+        + min(num_microbatches, _MESSAGES_BEHIND) * (before.gradient_bytes if before else 0),
     )
 
 

@@ -53,10 +53,8 @@ def _tensor(state: Mapping[str, Tensor], name: str) -> Hashable:
 
 
 def _constant(constant: Any) -> Hashable:
-    if isinstance(constant, _PLAIN):
-        plain: Hashable = constant
-        return type(constant), plain
-    return type(constant)
+    kind: Hashable = type(constant)
+    return (kind, constant) if isinstance(constant, _PLAIN) else kind
 
 
 def _module_type(module: nn.Module, path: str) -> type | None:

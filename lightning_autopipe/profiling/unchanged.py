@@ -29,14 +29,17 @@ def unchanged(module: nn.Module, written_parameters: Collection[str]) -> Iterato
     tensors = [tensor for tensor in _state_tensors(module) if not is_absent(tensor)]
     tensors += [parameters[name] for name in written_parameters if not is_absent(parameters[name])]
     flags = [(p, p.requires_grad) for p in parameters.values()]
-    gradients = [(p, p.grad, p._post_accumulate_grad_hooks) for p in parameters.values()]
+    gradients = [(p, p.grad) for p in parameters.values()]
+    hooks = [by_id for p in parameters.values() if (by_id := p._post_accumulate_grad_hooks)]
+    registered = [dict(by_id) for by_id in hooks]
     modes = [(submodule, submodule.training) for submodule in module.modules()]
     contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
     state = PreservedState(module)
     try:
-        for parameter, _, _ in gradients:
+        for parameter, _ in gradients:
             parameter.grad = None
-            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        for by_id in hooks:
+            by_id.clear()
         with preserved_random_state():
             yield
     finally:
@@ -44,9 +47,10 @@ def unchanged(module: nn.Module, written_parameters: Collection[str]) -> Iterato
         for tensor, content in contents:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data.copy_(content)
-        for parameter, gradient, hooks in gradients:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
-            parameter._post_accumulate_grad_hooks = hooks
+        for by_id, before in zip(hooks, registered, strict=True):
+            by_id.update(before)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
         for submodule, mode in modes:

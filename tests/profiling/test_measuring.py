@@ -1,0 +1,196 @@
+"""What is run, by whom, and that nothing changes."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_autopipe.core import LayerMeasurement
+from lightning_autopipe.profiling import ProfilingError, optimizer_state_ratio, profiler
+from lightning_autopipe.profiling.groups import share_out
+from lightning_autopipe.profiling.layer_replay import LayerRunner
+from tests.profiling.models import WIDTH, Restless, Scale, Stack, features
+from tests.profiling.support import by_name, profiled
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """How often the layer that begins at a position has run forward."""
+    counts: dict[int, int] = {}
+    forward = LayerRunner.forward
+
+    def counted(self: LayerRunner, *args: Any) -> Any:
+        counts[self.program.start] = counts.get(self.program.start, 0) + 1
+        return forward(self, *args)
+
+    monkeypatch.setattr(LayerRunner, "forward", counted)
+    return counts
+
+
+def state_hash(module: nn.Module, batch: Tensor) -> str:
+    """Of tensors, gradients, flags, attributes, random states, and which objects the attributes are."""
+    parts: list[Any] = [batch.numpy().tobytes(), random.getstate(), torch.get_rng_state().numpy().tobytes()]
+    for name, parameter in module.named_parameters():
+        gradient = None if parameter.grad is None else parameter.grad.numpy().tobytes()
+        parts += [name, id(parameter), id(parameter.grad), gradient, parameter.requires_grad]
+        parts += [parameter.detach().numpy().tobytes()]
+    for submodule in module.modules():
+        parts += [submodule.training, sorted(submodule.__dict__)]
+        for name, value in submodule.__dict__.items():
+            if name not in ("_modules", "_parameters"):
+                parts += [name, id(value), pickle.dumps(value)]
+    return hashlib.sha256(pickle.dumps(parts)).hexdigest()
+
+
+def test_everything_is_as_before() -> None:
+    module, batch = Restless(), features()
+    module.first.weight.grad = torch.ones_like(module.first.weight)
+    module.last.requires_grad_(False)
+    module.norm.eval()
+    module.norm.train()
+    calls: list[Any] = []
+    module.last.weight.requires_grad_(True)
+    module.last.weight.register_post_accumulate_grad_hook(calls.append)
+    before = state_hash(module, batch)
+    _, measured = profiled(module, batch)
+    assert len(measured) >= 2
+    assert state_hash(module, batch) == before
+    assert not calls
+    assert not module.logged
+    module.training_step(batch, 0)
+    assert len(module.logged) == 2  # and a step by itself still logs
+    module.last.weight.pow(2).sum().backward()
+    assert len(calls) == 1  # nor are hooks lost
+
+
+def test_everything_is_as_before_when_a_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batch = Restless(), features()
+    before = state_hash(module, batch)
+
+    def fail(self: LayerRunner, *args: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(LayerRunner, "backward", fail)
+    with pytest.raises(ProfilingError, match="cannot be measured one by one: RuntimeError: no kernel"):
+        profiled(module, batch)
+    assert state_hash(module, batch) == before
+
+
+def test_equal_layers_are_measured_once(runs: dict[int, int]) -> None:
+    module = Stack(*(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
+    cuts = [*(f"blocks.{block}.{part}" for block in range(4) for part in range(3)), "last"]
+    found, measured = profiled(module, features(), cuts=cuts)
+    layers = by_name(found, measured)
+    assert len(layers) == 14
+    assert len(runs) == 5
+    assert set(runs.values()) == {1 + profiler._WARM_UP_ROUNDS + profiler._MIN_ROUNDS}
+    for part in range(3):
+        assert len({layers[f"blocks.{block}.{part}"] for block in range(4)}) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: block.weight.requires_grad_(False),
+        lambda block: block.register_parameter("weight", nn.Parameter(torch.ones(1))),
+    ],
+    ids=["frozen", "other shape"],
+)
+def test_unlike_layers_are_measured_apart(runs: dict[int, int], change: Any) -> None:
+    module = Stack(Scale(), Scale(), Scale())
+    change(module.blocks[1])
+    profiled(module, features(), cuts=["blocks.0", "blocks.1", "blocks.2", "last"])
+    assert len(runs) == 4
+
+
+def test_layers_with_other_constants_are_measured_apart(runs: dict[int, int]) -> None:
+    module = Stack(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(p)) for p in (0.1, 0.2, 0.2)))
+    profiled(module, features(), cuts=["blocks.0", "blocks.1", "blocks.2", "last"])
+    assert len(runs) == 4
+
+
+def test_members_share_the_work_and_end_with_the_same(runs: dict[int, int]) -> None:
+    module = Stack(Scale(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+    found_by: list[Any] = []
+    for member_index in range(3):
+        with pytest.raises(IndexError):  # the exchange of the others is not there yet
+            profiled(module, features(), member_index=member_index, num_members=3, exchange=_keep(found_by))
+    groups = [set(found) for found in found_by]
+    assert set().union(*groups) == set(range(len(runs)))
+    assert sum(len(group) for group in groups) == len(runs)
+    results = [
+        profiled(module, features(), member_index=m, num_members=3, exchange=lambda _: found_by)[1] for m in range(3)
+    ]
+    assert results[0] == results[1] == results[2]
+    assert all(isinstance(one, LayerMeasurement) for one in results[0])
+
+
+def _keep(found_by: list[Any]) -> Any:
+    def exchange(findings: Any) -> Any:
+        found_by.append(findings)
+        raise IndexError
+
+    return exchange
+
+
+def test_a_failure_of_one_member_is_one_of_all() -> None:
+    with pytest.raises(ProfilingError, match="out of memory"):
+        profiled(Stack(Scale()), features(), exchange=lambda mine: [mine, "out of memory"])
+    with pytest.raises(ProfilingError, match="unlike steps"):
+        profiled(Stack(Scale()), features(), exchange=lambda mine: [dict(list(mine.items())[1:])])
+
+
+def test_the_budget_ends_measuring(runs: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(10**6))
+    monkeypatch.setattr(profiler.time, "perf_counter", lambda: float(next(now)))
+    profiled(Stack(Scale()), features(), budget_s=1e9)
+    assert max(runs.values()) == 1 + profiler._WARM_UP_ROUNDS + profiler._MAX_ROUNDS
+
+
+def test_dtypes_under_autocast_are_those_that_run() -> None:
+    module = Stack(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, measured = profiled(module, features())
+    assert measured[0].sent_bytes == features().numel() * 2
+
+
+def test_work_is_shared_evenly() -> None:
+    assert share_out({0: 5.0, 1: 1.0, 2: 4.0, 3: 2.0}, 2) == [[0, 1], [2, 3]]
+    assert share_out({0: 1.0}, 3) == [[0], [], []]
+    assert share_out({0: 0.0, 1: 0.0}, 2) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("make", "ratio"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1.0),
+        (lambda p: torch.optim.AdamW(p), 2.0),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 3.0),
+    ],
+    ids=["SGD", "momentum", "AdamW", "AMSGrad"],
+)
+def test_optimizer_state_is_that_of_the_optimizer(make: Any, ratio: float) -> None:
+    parameter = nn.Parameter(torch.ones(3, 3))
+    optimizer = make([parameter])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on the optimizer
+    before = copy.deepcopy(optimizer.state_dict())
+    assert optimizer_state_ratio([optimizer]) == ratio
+    assert optimizer.state_dict() == before
+    assert parameter.grad is None
+    assert torch.equal(parameter, torch.ones(3, 3))
+    del scheduler
+
+
+def test_without_an_optimizer_that_can_be_tried_it_is_adamw() -> None:
+    assert optimizer_state_ratio([]) == 2.0
+    broken = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    broken.param_groups = []
+    assert optimizer_state_ratio([broken]) == 2.0
