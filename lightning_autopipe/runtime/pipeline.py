@@ -194,6 +194,22 @@ class Pipeline:
         self._store.set_cuts(trace, plan.partition.cut_points)
         self._planning_trace = None
 
+    def in_process(self, *, is_cut: bool = True) -> Pipeline:
+        """Give a pipeline that runs this one's stages, or the step uncut, in this process; the module must be whole."""
+        twin = Pipeline(
+            self.module,
+            layout=ParallelLayout(num_stages=self.num_stages if is_cut else 1),
+            global_rank=0,
+            transport=None,
+            num_microbatches=1,
+            make_schedule=self._make_schedule,
+            seed=self.seed,
+            device=self.device,
+        )
+        if is_cut:
+            twin._store.share_cuts(self._store)
+        return twin
+
     def parameter_owner(self, name: str) -> int:
         """Give the first stage that uses a parameter; the last one where the planned step uses it nowhere."""
         return min(self._owners(name))

@@ -85,6 +85,10 @@ class CaptureStore:
         self.owners = {name: frozenset(stages) for name, stages in owners.items()}
         self._captures.clear()
 
+    def share_cuts(self, other: CaptureStore) -> None:
+        """Cut as another store of the same module does."""
+        self.num_stages, self.cut_keys, self.owners = other.num_stages, other.cut_keys, other.owners
+
     def clear(self) -> None:
         """Forget all traces: the module's parameters are other objects now."""
         self._captures.clear()
