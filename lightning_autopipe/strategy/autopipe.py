@@ -208,6 +208,10 @@ class AutoPipeStrategy(ModuleStrategy):
         if self._random_state_after_peek:
             _set_rng_states(self._random_state_after_peek.pop())
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self._termination is not None
+        self._termination.raise_if_asked(lambda is_asked: self.reduce_boolean_decision(is_asked, all=False))
+
     def on_validation_start(self) -> None:
         self._sync_buffers()
 

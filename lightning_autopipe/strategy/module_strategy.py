@@ -24,6 +24,7 @@ from lightning_autopipe.strategy.predictions import unsilence_writers
 from lightning_autopipe.strategy.process_strategy import ProcessStrategy
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
 from lightning_autopipe.strategy.session import TRAINING_STEP, PipelineSession
+from lightning_autopipe.strategy.termination import SharedTermination
 
 
 class ModuleStrategy(ProcessStrategy):
@@ -33,6 +34,7 @@ class ModuleStrategy(ProcessStrategy):
         super().__init__(options, **components)
         self._session: PipelineSession | None = None
         self._patches: LightningPatches | None = None
+        self._termination: SharedTermination | None = None
         self._clipping: PipelineClipping | None = None
         self._loaders: list[PipelineLoader] = []
         self._is_accumulating = False
@@ -70,6 +72,8 @@ class ModuleStrategy(ProcessStrategy):
         self._begin_session(module)
         self._patches = LightningPatches(trainer, self.communicator)
         self._patches.install()
+        self._termination = SharedTermination(trainer)
+        self._termination.install()
         self.session.metrics.install()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -123,6 +127,8 @@ class ModuleStrategy(ProcessStrategy):
             self._clipping.remove()
         if self._patches is not None:
             self._patches.remove()
+        if self._termination is not None:
+            self._termination.remove()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             unsilence_writers(self.callbacks)
         self._loaders.clear()

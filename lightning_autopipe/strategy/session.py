@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_autopipe.capture.absent import computing_shapes, is_absent
+from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
 from lightning_autopipe.runtime.process_groups import ProcessGroups
@@ -276,11 +276,10 @@ class PipelineSession:
         self.is_ready = False
 
     def _fill(self, values: dict[str, Tensor]) -> None:
-        # Traces hold on to placeholders, and torch refuses to exchange what is in use: the first call lets go of them.
+        # Traces hold on to placeholders, and what is in use gets a new object: the first call lets go of them.
         self.pipeline.restore({})
         gc.collect()
-        with computing_shapes():
-            self.pipeline.restore(values)
+        self.pipeline.restore(values)
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
                 if name in values:

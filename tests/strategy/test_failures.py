@@ -6,14 +6,16 @@ import os
 import signal
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_autopipe.strategy import AutoPipeStrategy
-from tests.harness import ProcessOutcome, describe, run_processes_to_end
+from tests.harness import ProcessOutcome, describe, run_processes, run_processes_to_end
 from tests.strategy.modules import InOrder, MlpModule, quiet_trainer, regression_data, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -144,3 +146,24 @@ def test_a_rank_that_refuses_alone() -> None:
     assert all(outcome.exit_code not in (0, None) for outcome in outcomes), describe(outcomes)
     assert not any(outcome.killed_by_harness for outcome in outcomes), describe(outcomes)
     assert "automatic_optimization is False" in outcomes[0].output, describe(outcomes)
+
+
+class AsksToEnd(pl.Callback):
+    """Rank 1 gets a SIGTERM in its third batch."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fit_until_asked_to_end() -> Any:
+    trainer = quiet_trainer(AutoPipeStrategy(timeout=60), num_processes=2, max_epochs=50, callbacks=[AsksToEnd()])
+    try:
+        trainer.fit(seeded(MlpModule), datamodule=InOrder(regression_data(16), batch_size=4))
+    except SIGTERMException:
+        return trainer.global_step
+    return None
+
+
+def test_sigterm_on_one_rank_ends_all_after_the_same_batch() -> None:
+    assert run_processes(2, fit_until_asked_to_end, initialize_process_group=False) == [3, 3]
