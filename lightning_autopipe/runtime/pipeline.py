@@ -100,6 +100,7 @@ class Pipeline:
         self._splits: dict[Hashable, BatchSplit] = {}
         self._store = CaptureStore(module, self.device)
         self._planning_trace: StepTrace | None = None
+        self._layer_keys: tuple[CutKey, ...] = ()
         self._first_name = _first_names(module)
         self._transport = transport
         self._is_local = transport is None
@@ -120,6 +121,7 @@ class Pipeline:
         """
         trace, _ = self._store.trace(step_name, args, kwargs)
         self._planning_trace = trace
+        self._layer_keys = tuple(layer.key for layer in trace.layers)
         counted: set[str] = set()
         layers = []
         parameters = dict(self.module.named_parameters())
@@ -162,7 +164,7 @@ class Pipeline:
         Raises:
             CaptureError: the step of one micro-batch cannot be traced.
         """
-        assert self._planning_trace is not None, "profile() comes first"
+        assert self._layer_keys, "profile() comes first"
         self.num_microbatches, before = num_microbatches, self.num_microbatches
         try:
             split = self._split_of(step_name, args, kwargs)
@@ -172,8 +174,9 @@ class Pipeline:
         sizes = microbatch_sizes(split.batch_size(batch), num_microbatches)
         micro_args, micro_kwargs = split.split(batch, sizes)[0]
         trace, table = self._store.trace(step_name, micro_args, micro_kwargs)
-        keys = tuple(layer.key for layer in self._planning_trace.layers)
-        return MicrobatchCapture(trace=trace, table=table, layer_keys=keys, args=micro_args, kwargs=micro_kwargs)
+        return MicrobatchCapture(
+            trace=trace, table=table, layer_keys=self._layer_keys, args=micro_args, kwargs=micro_kwargs
+        )
 
     def silent(self) -> contextlib.AbstractContextManager[None]:
         """Give a context in which `tracing` is true, for runs of the step's parts that must not count."""
@@ -269,7 +272,7 @@ class Pipeline:
         if mode is None:
             function(*tensors)
         else:
-            mode.counted_call(lambda: function(*tensors), tensors)
+            mode.counted_call(lambda: None if self.tracing else function(*tensors), tensors)
 
     def run(
         self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, step: int

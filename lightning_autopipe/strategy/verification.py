@@ -83,7 +83,8 @@ def _difference(name: str, reference: Tensor | None, value: Tensor | None, plan:
         told = "it is missing " + ("uncut" if reference is None else "through the stages")
     owner = next((layer.name for layer in plan.layers if name in layer.parameters), "the end of the step")
     raise CaptureError(
-        f"The step cannot be run as {plan.num_stages} stages: {what} differs from the uncut step ({told}; layer {owner}). "
-        "A step whose Python keeps state between modules in a way that tracing does not see does that. Set num_stages=1 "
-        "or partition= to other cuts; verify=False turns this proof off and trains with the differing numbers."
+        f"The step cannot be run as {plan.num_stages} stages: {what} differs from the uncut step ({told}; layer "
+        f"{owner}). A step whose Python keeps state between modules in a way that tracing does not see does that. Set "
+        "num_stages=1 or partition= to other cuts; verify=False turns this proof off and trains with the differing "
+        "numbers."
     )

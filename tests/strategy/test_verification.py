@@ -92,7 +92,8 @@ def test_a_wrong_replay_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     original = _Replay.__init__
 
     def scaled(self: _Replay, program: Any, received: Any, key: Any) -> None:
-        original(self, program, tuple(tensor.detach().mul(1.01).requires_grad_() for tensor in received), key)
+        wrong = (tensor.detach().cumsum(0).requires_grad_() for tensor in received)
+        original(self, program, tuple(wrong), key)
 
     monkeypatch.setattr(_Replay, "__init__", scaled)
     with pytest.raises(CaptureError, match=r"the loss differs from the uncut step .* verify=False"):
