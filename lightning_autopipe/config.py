@@ -46,9 +46,16 @@ class AutoPipeConfig:
     backwards; activations of all micro-batches are kept."""
 
     partition: Any = "auto"
-    """How layers are shared between stages. ``"auto"``: contiguous runs of layers, with the floating-point work of
-    the largest as small as possible. A list of layer indices, such as ``[4, 8]``: those at which the second and later
+    """How layers are shared between stages. ``"auto"``: contiguous runs of layers, with what the costliest one
+    costs as small as possible. A list of layer indices, such as ``[4, 8]``: those at which the second and later
     stages begin."""
+
+    profile: str = "auto"
+    """What layers are balanced by. ``"measured"``: the seconds that forward and backward of each take on this device
+    for one micro-batch, which are measured at start for a few seconds; the plan then also predicts time and memory of
+    each stage. ``"flops"``: their floating-point operations, counted without running anything, the same in every run.
+    ``"auto"``: measured before a fit on several stages, else counted; counted also where measuring fails, with a
+    warning."""
 
     cut_after: list[str] | None = None
     """Module paths after which to cut, such as ``["model.transformer.h.5"]``. None: the planner chooses. Only None is

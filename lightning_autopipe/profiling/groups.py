@@ -53,8 +53,8 @@ def _tensor(state: Mapping[str, Tensor], name: str) -> Hashable:
 
 
 def _constant(constant: Any) -> Hashable:
-    kind: Hashable = type(constant)
-    return (kind, constant) if isinstance(constant, _PLAIN) else kind
+    name = f"{type(constant).__module__}.{type(constant).__qualname__}"
+    return (name, constant) if isinstance(constant, _PLAIN) else name
 
 
 def _module_type(module: nn.Module, path: str) -> type | None:

@@ -32,7 +32,7 @@ def unchanged(module: nn.Module, written_parameters: Collection[str]) -> Iterato
     gradients = [(p, p.grad) for p in parameters.values()]
     hooks = [by_id for p in parameters.values() if (by_id := p._post_accumulate_grad_hooks)]
     registered = [dict(by_id) for by_id in hooks]
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    marks = [(tensor.__dict__, dict(tensor.__dict__)) for tensor in (*tensors, *parameters.values())]
     contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
     state = PreservedState(module)
     try:
@@ -47,14 +47,15 @@ def unchanged(module: nn.Module, written_parameters: Collection[str]) -> Iterato
         for tensor, content in contents:
             with torch.inference_mode(tensor.is_inference()):
                 tensor.data.copy_(content)
+        for attributes, attributes_before in marks:
+            attributes.clear()
+            attributes.update(attributes_before)
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for by_id, before in zip(hooks, registered, strict=True):
             by_id.update(before)
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
-        for submodule, mode in modes:
-            submodule.training = mode
 
 
 def _state_tensors(module: nn.Module) -> list[Tensor]:
@@ -101,10 +102,16 @@ def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
                 f"({free_bytes / 2**30:.1f} GiB are free)"
             )
     homes = [(tensor, tensor.data) for tensor in tensors]
+    # What a LightningModule and a metric say of themselves.
+    told = [(sub.__dict__, sub.__dict__["_device"]) for sub in module.modules() if "_device" in sub.__dict__]
     try:
         for tensor, data in homes:
             tensor.data = data.to(device)
+        for attributes, _ in told:
+            attributes["_device"] = device
         yield
     finally:
         for tensor, data in homes:
             tensor.data = data
+        for attributes, told_device in told:
+            attributes["_device"] = told_device

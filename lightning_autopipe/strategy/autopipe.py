@@ -37,7 +37,9 @@ class AutoPipeStrategy(ModuleStrategy):
         num_microbatches: Micro-batches per replica and step; ``"auto"`` is four per stage, at most the batch's samples.
             More of them idle less; fewer are larger.
         schedule: ``"1f1b"`` keeps few micro-batches alive at once, ``"gpipe"`` all of them; ``"auto"`` is 1F1B.
-        partition: ``"auto"`` balances floating-point work; or the layer index at which each later stage begins.
+        partition: ``"auto"`` balances what layers cost; or the layer index at which each later stage begins.
+        profile: ``"measured"``: layers cost the time they take on this device; ``"flops"``: their floating-point
+            operations; ``"auto"`` measures before a fit on several stages.
         cut_after: Still to come.
         plan: A plan, or the JSON file of one, to use instead of making one.
         cluster: Still to come.
@@ -72,6 +74,7 @@ class AutoPipeStrategy(ModuleStrategy):
         num_microbatches: int | Auto = "auto",
         schedule: str = "auto",
         partition: Auto | Partition | Sequence[int] = "auto",
+        profile: str = "auto",
         cut_after: Sequence[str] | None = None,
         plan: str | os.PathLike[str] | PipelinePlan | None = None,
         cluster: Any = None,
@@ -97,6 +100,7 @@ class AutoPipeStrategy(ModuleStrategy):
             num_microbatches=num_microbatches,
             schedule=schedule,
             partition=partition,
+            profile=profile,
             cut_after=cut_after,
             plan=plan,
             cluster=cluster,

@@ -19,6 +19,7 @@ DEFAULT_TIMEOUT_S = 1800.0
 """How long a rank waits for another one before the run ends with an error."""
 
 _SCHEDULES = ("auto", "1f1b", "gpipe")
+_PROFILES = ("auto", "measured", "flops")
 _BACKENDS = (None, "gloo", "nccl")
 
 
@@ -42,7 +43,10 @@ class StrategyOptions:
     schedule: str = "auto"
     """``"1f1b"`` (few micro-batches alive at once) or ``"gpipe"`` (all of them). ``"auto"``: 1F1B."""
     partition: Auto | Partition | Sequence[int] = "auto"
-    """The layer index at which each stage after the first begins. ``"auto"``: balanced by floating-point work."""
+    """The layer index at which each stage after the first begins. ``"auto"``: balanced by what layers cost."""
+    profile: str = "auto"
+    """What layers cost: ``"measured"`` seconds, or counted floating-point operations (``"flops"``). ``"auto"``:
+    measured before a fit on several stages; counted where measuring fails, with a warning."""
     cut_after: Sequence[str] | None = None
     """Module paths to cut after; still to come."""
     plan: str | os.PathLike[str] | PipelinePlan | None = None
@@ -74,6 +78,7 @@ class StrategyOptions:
         for name in ("num_stages", "num_replicas", "num_microbatches"):
             _check_count(name, getattr(self, name))
         _check_choice("schedule", self.schedule, _SCHEDULES)
+        _check_choice("profile", self.profile, _PROFILES)
         _check_choice("process_group_backend", self.process_group_backend, _BACKENDS)
         _check_bool("gather_after_fit", self.gather_after_fit)
         self._check_partition()

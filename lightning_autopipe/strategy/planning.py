@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,15 +17,18 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.planner import make_plan, resolve_sizes
+from lightning_autopipe.profiling import optimizer_state_ratio
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
 
 NO_BATCH = object()
@@ -74,6 +77,7 @@ def plan_pipeline(
     step_name: str,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    optimizers: Sequence[Optimizer] = (),
 ) -> PipelinePlan:
     """Traces a step on the first batch, plans, and tells the pipeline. Collective over all ranks.
 
@@ -85,9 +89,10 @@ def plan_pipeline(
         step_name: The step to plan for.
         args: What it is called with: one whole batch, the same on all ranks.
         kwargs: Keyword arguments alike.
+        optimizers: Those of a fit, whose memory is predicted.
 
     Raises:
-        CaptureError: the step cannot be traced or cut.
+        CaptureError: the step cannot be traced or cut; or its layers not be measured, though the user asked for it.
         BatchError: its batch cannot be split.
         PlanError: the given plan does not fit the module.
         ConfigurationError: there are more stages than layers.
@@ -105,6 +110,19 @@ def plan_pipeline(
         )
         if options.num_microbatches == "auto" and sizes.num_microbatches > 1 and communicator.global_rank == 0:
             _warn_of_batch_norm(pipeline.module, sizes.num_microbatches)
+        # With one stage there is nothing to balance, and an evaluation is planned again before a fit.
+        is_worth_it = layout.num_stages > 1 and step_name == "training_step"
+        if options.profile == "measured" or (options.profile == "auto" and is_worth_it):
+            profile = measured_profile(
+                pipeline,
+                profile,
+                communicator,
+                step_name=step_name,
+                args=args,
+                kwargs=kwargs,
+                num_microbatches=sizes.num_microbatches,
+                may_fail=options.profile == "auto",
+            )
         plan = make_plan(
             profile,
             num_stages=layout.num_stages,
@@ -113,6 +131,7 @@ def plan_pipeline(
             schedule_name=options.schedule,
             module_fingerprint=pipeline.module_fingerprint,
             partition=options.partition,
+            optimizer_state_ratio=optimizer_state_ratio(optimizers),
         )
     # Every rank has planned alike, or there is a reason to stop: ranks that cut at different places would hang.
     chosen = PipelinePlan.from_json(communicator.broadcast_in_world(plan.to_json()))

@@ -119,6 +119,7 @@ class PipelineSession:
                 step_name=step_name,
                 args=args,
                 kwargs=kwargs,
+                optimizers=[whole.optimizer for whole in self.optimizers],
             )
         self.planned_step = step_name
         if self.communicator.global_rank == 0:
