@@ -63,6 +63,10 @@ class ModuleStrategy(ProcessStrategy):
     def is_in_step(self) -> bool:
         return self._session is not None and self._session.is_in_step
 
+    @property
+    def is_tracing(self) -> bool:
+        return self._session is not None and self._session.pipeline.tracing
+
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         module = self.lightning_module

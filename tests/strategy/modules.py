@@ -145,6 +145,63 @@ class ClassifierModule(MlpModule):
         self.log("from_hook", self.current_epoch + 0.5)
 
 
+class Gpt2Module(MlpModule):
+    """A language model of transformers, as it is."""
+
+    def __init__(self, *, dropout: float = 0.0, **options: Any) -> None:
+        super().__init__(**options, depth=0)
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        del self.head
+        self.net = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=LanguageModule.VOCABULARY,
+                n_positions=8,
+                n_embd=8,
+                n_layer=3,
+                n_head=2,
+                resid_pdrop=dropout,
+                embd_pdrop=dropout,
+                attn_pdrop=dropout,
+                bos_token_id=0,
+                eos_token_id=0,
+            )
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(input_ids=batch[0], labels=batch[0], use_cache=False).loss)
+
+
+class GatheringModule(MlpModule):
+    """Talks to other processes in the middle of its step, as data-parallel modules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.trainer.strategy.barrier()
+        share = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1}
+        assert self.all_gather(loss.detach()).numel() == share["num_replicas"]
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+
+class FloatModule(MlpModule):
+    """Stays in float32, which is what autocast casts."""
+
+    def double(self) -> FloatModule:
+        return self
+
+
+def float_data(num_samples: int) -> TensorDataset:
+    x, y = regression_data(num_samples).tensors
+    return TensorDataset(x.float(), y.float())
+
+
 def regression_data(num_samples: int = 16, seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_samples, WIDTH, generator=generator, dtype=torch.float64)
