@@ -71,6 +71,11 @@ class AbsentTensor(torch.Tensor):
         """Raises: there are no values."""
         raise _value_needed("Tensor.numpy", (self,), {})
 
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise _value_needed("Tensor.__format__", (self,), {})
+        return repr(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
         copied = AbsentTensor(self.meta.clone(), self.device, self.requires_grad, self.home)
         if isinstance(self, torch.nn.Parameter):

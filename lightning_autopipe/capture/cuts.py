@@ -119,7 +119,9 @@ def find_layers(trace: StepTrace, table: CutTable) -> tuple[Layer, ...]:
     bounds = {0, len(operations)}
 
     def split(start: int, stop: int, most_bytes: float) -> None:
-        inside = [p for p in range(start + 1, stop) if table.legal[p] and table.num_bytes[p] <= most_bytes]
+        takers = [p for p in range(start, stop) if operations[p].parameters] or [start]  # each side must have some
+        between = range(takers[0] + 1, takers[-1] + 1)
+        inside = [p for p in between if table.legal[p] and table.num_bytes[p] <= most_bytes]
         if not inside:
             return
         fewest = min(len(table.crossing[p]) for p in inside)

@@ -98,6 +98,7 @@ class _Tracer(OperationMode):
         self._activation_storages: dict[int, int] = {}  # real storage -> position of its first write
         self._regions: list[FrameType] = []
         self._call: ModuleCall | None = None
+        self._failure: tuple[Exception, str] | None = None  # and the path of the innermost module that it left
         self._inputs_read: dict[int, Tensor] = {}
         self._observer = DispatchObserver()
         self._next_call: dict[str, int] = {}
@@ -157,7 +158,8 @@ class _Tracer(OperationMode):
         """Decide whether the step may end here; if parameters are still to come, it is an error."""
         seen = {name for op in self.operations for name in op.parameters}
         unseen = sorted(self.trainable - seen)
-        place = f"in {self._module_path() or 'the LightningModule'}, at {_source_line(error)}"
+        path = self._failure[1] if self._failure is not None and self._failure[0] is error else ""
+        place = f"in {path or 'the LightningModule'}, at {_source_line(error)}"
         if unseen and isinstance(error, AbsentValueError):
             raise CaptureError(
                 f"{self.step_name} reads the value of an activation {place}: {error} A pipeline stage cannot know it "
@@ -202,6 +204,10 @@ class _Tracer(OperationMode):
                 result = original(*args, **kwargs)
                 call.result = self._as_recorded(result)
                 return result
+            except Exception as error:
+                if self._failure is None or self._failure[0] is not error:
+                    self._failure = error, path
+                raise
             finally:
                 call.stop = len(self.operations)
                 call.draws_python = python_state != _python_random_state()

@@ -136,9 +136,9 @@ def _refuse_ambiguous(batch: Any, units: Mapping[tree.LeafPath, Any], split: Bat
         told = ", ".join(f"{_told(path)} of shape {tuple(units[path].shape)}" for path in ambiguous)
         name, dim = _told(ambiguous[-1]), split.dims[ambiguous[-1]]
         raise BatchError(
-            f"The step runs whether these leaves of the batch are split into micro-batches or not: {told}. Their meaning "
-            f"cannot be told from shapes. Say it: split_batch={{{name!r}: {dim}}} if {name} has one entry a sample, "
-            f"split_batch={{{name!r}: None}} if not."
+            f"The step runs whether these leaves of the batch are split into micro-batches or not: {told}. Their "
+            f"meaning cannot be told from shapes. Say it: split_batch={{{name!r}: {dim}}} if {name} has one entry a "
+            f"sample, split_batch={{{name!r}: None}} if not."
         )
 
 

@@ -65,7 +65,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     "GPT-2, eager attention": (lambda: gpt2(attn_implementation="eager"), padded),
     "GPT-2, checkpoints": (lambda: checkpointed_gpt2(False), text),
     "GPT-2, reentrant checkpoints": (lambda: checkpointed_gpt2(True), text),
-    "BERT": (lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=11, **SMALL)), padded),
+    "BERT": (
+        lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(vocab_size=11, **{**SMALL, "num_hidden_layers": 1})
+        ),
+        padded,
+    ),
     "ResNet": (
         lambda: transformers.ResNetForImageClassification(
             transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 2], num_labels=2)
@@ -85,7 +90,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
                 d_model=16,
                 d_kv=8,
                 d_ff=24,
-                num_layers=2,
+                num_layers=1,
                 num_heads=2,
                 dropout_rate=0.0,
                 decoder_start_token_id=0,

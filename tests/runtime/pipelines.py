@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -177,11 +177,9 @@ def run_apart(pipelines: list[Pipeline], batch: Any, *, step: int = 0) -> Run:
     outcomes = []
     for pipeline in pipelines:
         pipeline.module.zero_grad(set_to_none=True)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline._executor, "run", lambda stage, schedule: steps.append((stage, schedule)))
-            steps: list[Any] = []
+        with mock.patch.object(pipeline._executor, "run") as start:
             outcomes.append(pipeline.run("training_step", (batch, 0), {}, training=True, step=step))
-        waiting.append(pipeline._executor.advance(*steps[0]))
+        waiting.append(pipeline._executor.advance(*start.call_args.args))
     for _ in range(1000):
         waiting = [stage for stage in waiting if next(stage, None) is not None]
         if not waiting:
