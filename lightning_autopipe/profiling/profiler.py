@@ -19,12 +19,12 @@ from lightning_autopipe.profiling.stopwatch import Stopwatch
 from lightning_autopipe.profiling.survey import LayerGroup, survey_layers
 from lightning_autopipe.profiling.unchanged import unchanged
 
-DEFAULT_BUDGET_S = 5.0
+DEFAULT_BUDGET_S = 2.0
 """How long a process measures, besides one run of each kind of layer to begin with."""
 
 _WARM_UP_ROUNDS = 2
 _MIN_ROUNDS = 3
-_MAX_ROUNDS = 25
+_MAX_ROUNDS = 15
 
 Findings = dict[int, LayerMeasurement]
 """What one process measured, by the number of the group of equal layers."""

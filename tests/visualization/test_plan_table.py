@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_autopipe.core import LayerProfile, ParallelLayout, Partition, PipelinePlan
+from lightning_autopipe.core import LayerProfile, ParallelLayout, Partition, PipelinePlan, StagePrediction
 from lightning_autopipe.visualization import plan_table, plan_text
 
 
@@ -64,6 +64,19 @@ def test_the_text_stays_within_its_width_and_has_no_colours() -> None:
         assert max(len(line) for line in text.splitlines()) <= width
         assert text.endswith("\n")
     assert "sends on" in plan_text(a_plan(), width=90)
+
+
+def test_predicted_time_and_memory_are_shown() -> None:
+    bytes_each = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "working_bytes")
+    stages = tuple(
+        StagePrediction(forward_s=seconds, backward_s=seconds, buffer_bytes=0, **dict.fromkeys(bytes_each, 1 << 20))
+        for seconds in (0.001, 0.02345, 1.5)
+    )
+    text = plan_text(a_plan(stage_predictions=stages), width=120)
+    assert "µ-batch" in text
+    assert "memory" in text
+    for seconds in ("2 ms", "46.9 ms", "3.00 s"):
+        assert f" {seconds}  5.0 MiB" in text
 
 
 def test_one_stage_and_no_prediction() -> None:
