@@ -13,6 +13,8 @@ from lightning_autopipe.capture.interception import current
 
 WIDTH = 16
 SAMPLES = 8
+LOGGED: list[Tensor] = []
+"""What `Restless` has logged; not in the module, where it would be put back like all else."""
 
 
 class Stack(nn.Module):
@@ -80,14 +82,13 @@ class Restless(nn.Module):
         self.sums: list[Tensor] = [torch.zeros(WIDTH)]
         self.seen: list[Any] = []
         self.count = 0
-        self.logged: list[Any] = []
 
     def log(self, value: Tensor) -> None:
         mode = current()
         if mode is None:
-            self.logged.append(value)
+            LOGGED.append(value)
         else:
-            mode.counted_call(lambda: self.logged.append(value), (value,))
+            mode.counted_call(lambda: LOGGED.append(value), (value,))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.count += 1
