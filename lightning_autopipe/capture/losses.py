@@ -72,7 +72,8 @@ def num_terms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     if len(args) > 2 and function not in (F.gaussian_nll_loss,):
         return None
     shape = torch.broadcast_shapes(input_.shape, target.shape)  # type: ignore[no-untyped-call]
-    return torch.tensor(float(shape.numel()), dtype=torch.float64, device=input_.device)
+    # A fill, not a copy from the host, which would wait for the GPU.
+    return torch.full((), float(shape.numel()), dtype=torch.float64, device=input_.device)
 
 
 def ignores_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -93,7 +94,7 @@ def _num_targets(
     with torch.no_grad():
         if target.is_floating_point():  # class probabilities: a mean over samples, whatever the weights
             positions = target.numel() // target.shape[1 if target.dim() > 1 else 0]
-            return torch.tensor(float(positions), dtype=torch.float64, device=target.device)
+            return torch.full((), float(positions), dtype=torch.float64, device=target.device)
         kept = target != ignore_index
         if weight is None:
             return kept.sum().double()

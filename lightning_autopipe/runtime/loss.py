@@ -97,4 +97,4 @@ def _connected_zero(tensors: Sequence[Tensor], loss: Tensor) -> Tensor:
 
 
 def _number(value: float, like: Tensor | None) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64, device=None if like is None else like.device)
+    return torch.full((), value, dtype=torch.float64, device=None if like is None else like.device)
