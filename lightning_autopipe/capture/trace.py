@@ -48,19 +48,26 @@ _OWN_CODE = ("lightning_autopipe/capture/", "torch/", "lightning/pytorch/", "pyt
 
 
 def trace_step(
-    module: nn.Module, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, step_name: str
+    module: nn.Module,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    step_name: str,
+    state_buffers: frozenset[str] = frozenset(),
 ) -> StepTrace:
     """Record one run of `step(*args, **kwargs)` in which every activation is absent.
 
     The batch in `args` and `kwargs` is real; parameters, and all that is computed from them, have shapes only. The
-    module, its buffers and all random state are left as they were. Runs under the caller's grad mode.
+    module, its buffers and all random state are left as they were. Runs under the caller's grad mode. `state_buffers`
+    are buffers that another step writes: their values are on one stage only.
 
     Raises:
         CaptureError: the step reads the value of an activation before the last use of a trainable parameter, or does
             something else that shapes alone do not decide; names the module path and the source line.
     """
     begin = time.perf_counter()
-    written_buffers: frozenset[str] = frozenset()
+    written_buffers = state_buffers
     while True:  # a buffer that the step writes is seen only at its first write; begin again with it known
         tracer = _Tracer(module, written_buffers, step_name)
         trace = tracer.run(step, args, kwargs)

@@ -66,7 +66,14 @@ class CaptureStore:
             CaptureError: the step cannot be traced.
         """
         with self.silent():
-            trace = trace_step(self.module, getattr(self.module, step_name), args, kwargs, step_name=step_name)
+            trace = trace_step(
+                self.module,
+                getattr(self.module, step_name),
+                args,
+                kwargs,
+                step_name=step_name,
+                state_buffers=frozenset(n for n, _ in self.module.named_buffers() if n in self.owners),
+            )
         table = CutTable(trace)
         trace.layers = find_layers(trace, table)
         return trace, table

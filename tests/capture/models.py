@@ -176,7 +176,13 @@ class Checkpointed(Blocks):
         h = checkpoint_sequential(
             nn.Sequential(self.blocks[1], nn.Tanh(), self.blocks[2]), 2, h, use_reentrant=self.use_reentrant
         )
-        return self.blocks[2](h) + checkpoint(self.piece, h, use_reentrant=self.use_reentrant)
+        early = h.detach().sin()
+        h = self.blocks[1](h)
+
+        def with_early(x: Tensor) -> Tensor:  # uses a value that it is not given
+            return self.piece(x) + early
+
+        return self.blocks[2](h) + checkpoint(with_early, h, use_reentrant=self.use_reentrant)
 
 
 class AuxiliaryBlock(nn.Module):

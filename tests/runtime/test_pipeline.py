@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -207,6 +208,42 @@ def test_one_pipeline_takes_all_steps_and_sizes_in_any_order() -> None:
             assert run_pipelines([pipeline], [batch]).gradients.keys() == dict(module.named_parameters()).keys()
             module.eval()
             assert_close(run_pipelines([pipeline], [batch]), run_plain(plain, batch))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_buffer_that_training_writes_is_read_where_it_lives(late: bool) -> None:
+    """The other stages' copies are stale: a validation step that needs them there must not run."""
+
+    class Averaging(Chain):
+        def __init__(self, loss: Any) -> None:
+            super().__init__(loss)
+            self.register_buffer("average", torch.zeros(4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            h = self.layers[0](batch["x"])
+            self.average.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+            return self.loss(self.layers[3](self.layers[2](self.layers[1](h))), batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            h = self.layers[0](batch["x"])
+            h = h if late else h - self.average
+            h = self.layers[3](self.layers[2](self.layers[1](h)))
+            return self.loss(h - self.average if late else h, batch)
+
+    torch.manual_seed(0)
+    module = Averaging(squares).double()
+    pipelines = apart(module, (rows(4), 0), num_stages=3, num_microbatches=2)
+    run_apart(pipelines, rows(4))
+    assert [pipeline.owned_buffers(index) for index, pipeline in enumerate(pipelines)] == [set(), {"average"}, set()]
+    assert not pipelines[2].module.average.any()
+    for pipeline in pipelines:
+        with torch.no_grad(), mock.patch.object(pipeline._executor, "run") as start:
+            if late:
+                with pytest.raises(PlanError, match="validation_step"):
+                    pipeline.run("validation_step", (rows(4), 0), {}, training=False, step=0)
+            else:
+                pipeline.run("validation_step", (rows(4), 0), {}, training=False, step=0)
+                assert start.called
 
 
 def test_predictions_keep_their_samples() -> None:
