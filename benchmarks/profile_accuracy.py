@@ -2,7 +2,7 @@
 
 * Time: the layers' forward and backward seconds, added up, against forward and backward of the uncut step on the same
   micro-batch (at most 10 % apart). Both accumulate gradients, as from the second micro-batch on. Profile and step are
-  measured in turns, by medians.
+  measured in turns, by medians, and both in CPU time of this one thread: other processes disturb wall time too much.
 * Memory: the predicted peak of each of two stages against the most bytes of tensors that were alive at a time while the
   stage ran its 1F1B schedule and an optimizer step (at most 15 % apart). A dispatch mode counts them: storages made by
   any operation, until they are freed; what an operation uses inside itself is not seen. The neighbours are played by a
@@ -36,6 +36,7 @@ from lightning_autopipe.core import LayerMeasurement, ParallelLayout, PipelinePl
 from lightning_autopipe.planner import make_plan
 from lightning_autopipe.profiling import align_layers, measure_layers
 from lightning_autopipe.profiling.memory import LiveBytes
+from lightning_autopipe.profiling.stopwatch import Stopwatch
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.tensor_spec import TensorSpec
 from lightning_autopipe.runtime.transport import Direction, StepPlan
@@ -175,10 +176,10 @@ def uncut_step_s(module: LightningModule, args: tuple[Any, ...]) -> list[float]:
     times = []
     for repeat in range(8):
         batch = tree.map_tensors(Tensor.clone, args)
-        begin = time.perf_counter()
+        begin = time.thread_time()
         module.training_step(*batch).backward()
         if repeat >= 2:
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
     return times
 
 
@@ -308,6 +309,7 @@ def main() -> int:
     parser.add_argument("--case", choices=sorted(CASES), action="append")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    Stopwatch.host_clock = staticmethod(time.thread_time)
     results = []
     for name in options.case or CASES:
         result = run_case(name, options.rounds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,18 +95,18 @@ class _LayerReplay(_Replay):
 
         def timed_run(*run_args: Any, **run_kwargs: Any) -> Any:
             nonlocal inside_s
-            begin = time.perf_counter()
+            begin = Stopwatch.host_clock()
             try:
                 return run(*run_args, **run_kwargs)
             finally:
-                inside_s += time.perf_counter() - begin
+                inside_s += Stopwatch.host_clock() - begin
 
-        begin = time.perf_counter()
+        begin = Stopwatch.host_clock()
         try:
             return super().operation(function, args, kwargs, timed_run)
         finally:
             # A stage of several layers sees few of their operations: what seeing them costs is not the layer's.
-            self._stopwatch.excluded_s += time.perf_counter() - begin - inside_s
+            self._stopwatch.excluded_s += Stopwatch.host_clock() - begin - inside_s
 
     def _arrive(self) -> None:
         if not self._has_begun:
