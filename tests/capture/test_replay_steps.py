@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,20 @@ class HookOnReadValue(Blocks):
         return self.blocks[2](early) + h
 
 
+class KeptGenerators(Blocks):
+    """Generators that live as long as the module: by torch and by Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+        self.random = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[0](x * torch.rand(WIDTH, generator=self.generator))
+        h = self.blocks[1](h) * self.random.uniform(1, 2)
+        return self.blocks[2](h) * torch.rand(WIDTH, generator=self.generator)
+
+
 class OwnGenerator(Blocks):
     """Draws from a generator of the module's own, before and behind the cuts."""
 
@@ -120,6 +135,16 @@ def test_a_value_sized_by_data_crosses_no_cut() -> None:
 @pytest.mark.parametrize("model", [GradientPenalty, HookOnReadValue, OwnGenerator])
 def test_autograd_inside_the_step(model: type[Blocks]) -> None:
     assert_same_at_every_cut(model().double(), (features(), 0))
+
+
+def test_generators_that_the_module_keeps() -> None:
+    """A stage that leaves early must not fall behind the draws of the others, and a trace must not draw."""
+    module = KeptGenerators().double()
+    before = module.generator.get_state(), module.random.getstate()
+    assert_same_at_every_cut(module, (features(), 0))
+    traced(module, (features(), 0))
+    assert torch.equal(module.generator.get_state(), before[0])
+    assert module.random.getstate() == before[1]
 
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
