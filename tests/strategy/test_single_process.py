@@ -294,6 +294,20 @@ def test_hooks_see_what_they_see_under_a_plain_trainer() -> None:
 # The sanity check reads the first training batch early ---------------------------------------------
 
 
+class InPlaceModule(MlpModule):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch[0].mul_(2)
+        return batch
+
+
+def test_a_hook_that_writes_into_the_batch_writes_once() -> None:
+    compare(
+        lambda: seeded(InPlaceModule),
+        lambda: InOrder(regression_data(16), regression_data(5, seed=1), batch_size=8, val_batch_size=3),
+        num_sanity_val_steps=1,
+    )
+
+
 class Stream(IterableDataset[Any]):
     """Gives each sample once, however often it is iterated."""
 
