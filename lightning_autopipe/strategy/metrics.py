@@ -33,7 +33,7 @@ class SharedMetrics:
         module: Whose metrics, at any depth.
         communicator: This rank's groups.
         is_in_step: Tells whether a step runs: there only the last stages call, elsewhere all ranks do.
-        is_tracing: Tells whether the step runs on shapes alone.
+        is_silent: Tells whether the step runs for a plan or a trace, where nothing counts.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class SharedMetrics:
         communicator: Communicator,
         *,
         is_in_step: Callable[[], bool],
-        is_tracing: Callable[[], bool],
+        is_silent: Callable[[], bool],
     ) -> None:
         self._communicator = communicator
         self._is_in_step = is_in_step
-        self._is_tracing = is_tracing
+        self._is_silent = is_silent
         self._metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
         self._before: dict[str, dict[str, Any]] = {}
         self._twins: dict[int, Metric] = {}
@@ -110,7 +110,7 @@ class SharedMetrics:
     def update_twin(self, metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Gives a metric's twin, if it has one in this step, the arguments that its ``forward`` was given."""
         twin = self._twins.get(id(metric))
-        if twin is not None and not self._is_tracing():
+        if twin is not None and not self._is_silent():
             # Whatever intercepts the step's operations has no business here.
             with torch._C.DisableTorchFunction():
                 twin.update(*args, **kwargs)
@@ -127,6 +127,12 @@ class SharedMetrics:
             return value if communicator.is_last_stage else move_data_to_device(value, communicator.device)
 
         return compute
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other replicas' last stages have states of the same metrics, and take part."""
+        communicator = self._communicator
+        return communicator.is_last_stage and communicator.layout.num_replicas > 1 and not self._is_silent()
 
     @property
     def communicator(self) -> Communicator:
@@ -146,10 +152,7 @@ def gather_over_last_stages(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 def are_there_several_last_stages() -> bool:
     """Whether metric states lie on several ranks (torchmetrics' ``distributed_available_fn``)."""
-    if not _active:
-        return False
-    communicator = _active[-1].communicator
-    return communicator.is_last_stage and communicator.layout.num_replicas > 1
+    return bool(_active) and _active[-1].has_peers
 
 
 def _twin_of(metric: Metric) -> Metric:

@@ -64,8 +64,8 @@ class ModuleStrategy(ProcessStrategy):
         return self._session is not None and self._session.is_in_step
 
     @property
-    def is_tracing(self) -> bool:
-        return self._session is not None and self._session.pipeline.tracing
+    def is_silent(self) -> bool:
+        return self._session is not None and self._session.is_silent
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None

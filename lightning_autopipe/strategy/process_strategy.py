@@ -107,8 +107,8 @@ class ProcessStrategy(ParallelStrategy):
         return False
 
     @property
-    def is_tracing(self) -> bool:
-        """Whether it runs on shapes alone: there is nothing to exchange, and every rank does it at its own pace."""
+    def is_silent(self) -> bool:
+        """Whether it runs for a plan or a trace: every rank does that at its own pace, with nothing to exchange."""
         return False
 
     @property
@@ -177,7 +177,7 @@ class ProcessStrategy(ParallelStrategy):
         if name == "run-stage":
             # Where a loader opened for planning has to draw as if it were opened after the sanity check.
             self._random_state_at_start = _collect_rng_states()
-        if self._groups is None or self.is_interrupted or self.is_tracing:
+        if self._groups is None or self.is_interrupted or self.is_silent:
             return
         if self.is_in_step:
             self.communicator.gather_over_replicas(None)
@@ -185,7 +185,7 @@ class ProcessStrategy(ParallelStrategy):
             dist.barrier(group=self._groups.control)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        if self._communicator is None or self.is_interrupted or self.is_tracing:
+        if self._communicator is None or self.is_interrupted or self.is_silent:
             return obj
         if self.is_in_step:
             values = self._communicator.gather_over_replicas(obj)
@@ -194,7 +194,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Reduces a tensor over the replicas (or the group that is given); anything else is given back as it is."""
-        if not isinstance(tensor, Tensor) or self._groups is None or self.is_tracing:
+        if not isinstance(tensor, Tensor) or self._groups is None or self.is_silent:
             return tensor
         if group is None:
             if self.layout.num_replicas == 1:
@@ -210,13 +210,13 @@ class ProcessStrategy(ParallelStrategy):
             if self.layout.num_replicas == 1:
                 return tensor
             group = self._groups.stage
-        if self.is_tracing:
+        if self.is_silent:
             return torch.stack([tensor] * dist.get_world_size(group))
         return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """One decision for all ranks: ``all`` or any of theirs."""
-        if self._groups is None or self.is_interrupted or self.is_tracing:
+        if self._groups is None or self.is_interrupted or self.is_silent:
             return decision
         vote = torch.tensor([int(decision)])
         operation = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX

@@ -76,19 +76,27 @@ class PipelineSession:
         self._given_plan = plan
         self._groups = groups
         self._is_in_step = False
+        self._is_planning = False
         self._ledger: GradientLedger | None = None
         self._ties: TiedParameters | None = None
         self._uncounted: set[int] = set()
         self.pipeline = make_pipeline(module, options, plan, communicator, groups, device)
-        self.recorder = StepRecorder(module, self.pipeline, stage_index=communicator.stage_index)
+        self.recorder = StepRecorder(
+            module, self.pipeline, stage_index=communicator.stage_index, is_silent=lambda: self.is_silent
+        )
         self.metrics = SharedMetrics(
-            module, communicator, is_in_step=lambda: self._is_in_step, is_tracing=lambda: self.pipeline.tracing
+            module, communicator, is_in_step=lambda: self._is_in_step, is_silent=lambda: self.is_silent
         )
 
     @property
     def is_in_step(self) -> bool:
         """Whether the user's step runs: what it calls is called by some stages only."""
         return self._is_in_step
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the step runs for a plan or a trace: nothing that it says or exchanges counts."""
+        return self._is_planning or self.pipeline.tracing
 
     @property
     def is_whole(self) -> bool:
@@ -110,17 +118,21 @@ class PipelineSession:
     def plan(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans from a step and one replica's batch. Collective over all ranks."""
         args, kwargs = self.communicator.broadcast_in_world((args, kwargs))
-        with self._running(step_name), torch.inference_mode(False):
-            plan = plan_pipeline(
-                self.pipeline,
-                self._options,
-                self._given_plan,
-                self.communicator,
-                step_name=step_name,
-                args=args,
-                kwargs=kwargs,
-                optimizers=[whole.optimizer for whole in self.optimizers],
-            )
+        self._is_planning = True
+        try:
+            with self._running(step_name), torch.inference_mode(False):
+                plan = plan_pipeline(
+                    self.pipeline,
+                    self._options,
+                    self._given_plan,
+                    self.communicator,
+                    step_name=step_name,
+                    args=args,
+                    kwargs=kwargs,
+                    optimizers=[whole.optimizer for whole in self.optimizers],
+                )
+        finally:
+            self._is_planning = False
         self.planned_step = step_name
         if self.communicator.global_rank == 0:
             Console(width=None if Console().is_terminal else 120).print(plan_table(plan))

@@ -32,9 +32,6 @@ class RunningPipeline(Protocol):
     """What recording needs of the pipeline."""
 
     @property
-    def tracing(self) -> bool: ...
-
-    @property
     def microbatch_index(self) -> int: ...
 
     def value_weight(self, tensor: Tensor) -> Tensor | None: ...
@@ -78,8 +75,16 @@ LogKey = tuple[int, str, int]
 class StepRecorder:
     """Takes the place of a module's ``log`` while a step runs, and keeps what was logged."""
 
-    def __init__(self, module: pl.LightningModule, pipeline: RunningPipeline, *, stage_index: int) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        pipeline: RunningPipeline,
+        *,
+        stage_index: int,
+        is_silent: Callable[[], bool],
+    ) -> None:
         self._module = module
+        self._is_silent = is_silent
         self._pipeline = pipeline
         self._stage_index = stage_index
         self._original: Callable[..., None] = module.log
@@ -115,6 +120,8 @@ class StepRecorder:
         self._pipeline.owned_call(lambda *_: self._record(arguments), *tensors)
 
     def _record(self, arguments: dict[str, Any]) -> None:
+        if self._is_silent():
+            return
         checked = _check_as_lightning_does(self._module, self._original, arguments)
         if checked is None:
             return
