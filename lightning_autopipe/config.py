@@ -58,8 +58,8 @@ class AutoPipeConfig:
     warning."""
 
     cut_after: list[str] | None = None
-    """Module paths after which to cut, such as ``["model.transformer.h.5"]``. None: the planner chooses. Only None is
-    accepted so far."""
+    """Module paths after which to cut, such as ``["model.transformer.h.5"]``. None: the planner chooses. One
+    path fewer than stages, in the order of the calls."""
 
     plan: str | None = None
     """A plan file (JSON) to run instead of planning anew; it decides stages, replicas, micro-batches, schedule and
@@ -69,9 +69,9 @@ class AutoPipeConfig:
     """A file that describes servers, devices and links. None: all devices count as alike. Only None is accepted so
     far."""
 
-    split_batch: Any = None
-    """Which parts of a batch are split along which dimension, where tracing cannot tell. None: traced. Only None is
-    accepted so far."""
+    split_batch: dict[str, int | None] | None = None
+    """For leaves of the batch whose meaning tracing cannot tell, by their keys joined by dots: the dimension that
+    counts samples, or null for a leaf that goes whole to every micro-batch. None: traced."""
 
     loss_over: str = "microbatch"
     """What the loss is computed over. ``"microbatch"``: each micro-batch, then the weighted mean, which equals the
@@ -79,7 +79,7 @@ class AutoPipeConfig:
 
     verify: bool | str = "auto"
     """Whether to check, before training, that one micro-batch gives the same loss and gradients through all stages as
-    through the uncut module. Only ``"auto"`` and False are accepted so far, and both do without."""
+    through the uncut module. ``"auto"``: where memory allows it; True: in any case; False: not."""
 
     gather_after_fit: bool = True
     """Whether the module on rank 0 is made whole after ``fit``. False saves the memory; parameters of other stages then

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.modules._functions import BackwardHookFunction
 
 from lightning_autopipe.capture.records import CutKey, Layer, Operation, StepTrace
-from lightning_autopipe.core.errors import CaptureError, PlanError
+from lightning_autopipe.core.errors import CaptureError, ConfigurationError, PlanError
 
 _NEED_WHOLE_GRADIENT = frozenset({Tensor.register_hook, Tensor.retain_grad})
 _NEGLIGIBLE_SHARE = 1e-3  # of the work and of the parameters: not worth a layer of its own
@@ -103,14 +103,15 @@ class CutTable:
         return True
 
 
-def find_layers(trace: StepTrace, table: CutTable) -> tuple[Layer, ...]:
+def find_layers(trace: StepTrace, table: CutTable, also_at: Sequence[int] = ()) -> tuple[Layer, ...]:
     """Split a trace into layers at its good cuts.
 
     Good cuts are where the fewest values cross: one after each residual addition, say, which gives the attention half
     and the feed-forward half of a transformer block. Where a piece between two of them is still more than a sixth of
     the work (the inside of a U-Net, whose outermost skip spans nearly everything), it is split again at the fewest
     values that cross inside it. Within a run of positions where equally many cross, good ones lie before an operation
-    that takes a parameter. Layers with no parameters, or next to no work and parameters, join their neighbours.
+    that takes a parameter. Layers with no parameters, or next to no work and parameters, join their neighbours. Layers
+    also begin at the positions `also_at`.
     """
     operations = trace.operations
     work = [0.0]
@@ -132,8 +133,39 @@ def find_layers(trace: StepTrace, table: CutTable) -> tuple[Layer, ...]:
                 split(a, b, _MORE_BYTES * max(table.num_bytes[a], table.num_bytes[b]))
 
     split(0, table.last_useful + 1, math.inf)
-    joined = _join_negligible(trace, sorted(bounds))
+    joined = sorted({*_join_negligible(trace, sorted(bounds)), *also_at})
     return tuple(_layer(trace, table, a, b) for a, b in itertools.pairwise(joined))
+
+
+def positions_after(trace: StepTrace, table: CutTable, module_paths: Sequence[str]) -> list[int]:
+    """Find the positions right after the last calls of modules.
+
+    Raises:
+        ConfigurationError: a module is not called by the step, or a cut behind it is not possible; or they are not
+            named in the order in which they are called.
+    """
+    positions: list[int] = []
+    for path in module_paths:
+        calls = [call for call in trace.calls if call.module_path == path and call.start < call.stop]
+        if not calls:
+            called = sorted({call.module_path for call in trace.calls if call.module_path not in ("", "<step>")})
+            raise ConfigurationError(
+                f"cut_after names {path!r}, but the step calls no such module. Modules that it calls: "
+                f"{', '.join(called[:12])}{', …' if len(called) > 12 else ''}"
+            )
+        position = max(call.stop for call in calls)
+        if position >= len(trace.operations) or not table.legal[position]:
+            raise ConfigurationError(
+                f"cut_after names {path!r}, but the step cannot be cut behind it: what crosses there cannot be handed "
+                "over, no parameter is used behind it, or it lies within a checkpointed region"
+            )
+        if positions and position <= positions[-1]:
+            raise ConfigurationError(
+                f"cut_after names {path!r} behind {module_paths[len(positions) - 1]!r}, but the step calls it before; "
+                "name modules in the order of their calls, each once"
+            )
+        positions.append(position)
+    return positions
 
 
 def _before_parameters(trace: StepTrace, positions: list[int]) -> list[int]:

@@ -114,6 +114,13 @@ class CutKey:
     call_index: int
     offset: int
 
+    @classmethod
+    def parse(cls, text: str) -> CutKey:
+        """Give the key that `str` wrote."""
+        rest, _, offset = text.partition("+")
+        path, _, call_index = rest.partition("#")
+        return cls("" if path == "<module>" else path, int(call_index or 0), int(offset or 0))
+
     def __str__(self) -> str:
         call = f"#{self.call_index}" if self.call_index else ""
         return f"{self.module_path or '<module>'}{call}" + (f"+{self.offset}" if self.offset else "")

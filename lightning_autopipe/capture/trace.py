@@ -55,12 +55,14 @@ def trace_step(
     *,
     step_name: str,
     state_buffers: frozenset[str] = frozenset(),
+    device: torch.device | None = None,
 ) -> StepTrace:
     """Record one run of `step(*args, **kwargs)` in which every activation is absent.
 
     The batch in `args` and `kwargs` is real; parameters, and all that is computed from them, have shapes only. The
     module, its buffers and all random state are left as they were. Runs under the caller's grad mode. `state_buffers`
-    are buffers that another step writes: their values are on one stage only.
+    are buffers that another step writes: their values are on one stage only. Parameters are taken to be on `device`,
+    where they are not yet; the batch and the buffers have to be there.
 
     Raises:
         CaptureError: the step reads the value of an activation before the last use of a trainable parameter, or does
@@ -69,7 +71,7 @@ def trace_step(
     begin = time.perf_counter()
     written_buffers = state_buffers
     while True:  # a buffer that the step writes is seen only at its first write; begin again with it known
-        tracer = _Tracer(module, written_buffers, step_name)
+        tracer = _Tracer(module, written_buffers, step_name, device)
         trace = tracer.run(step, args, kwargs)
         if tracer.written_buffers <= written_buffers:
             trace.seconds = time.perf_counter() - begin
@@ -78,10 +80,13 @@ def trace_step(
 
 
 class _Tracer(OperationMode):
-    def __init__(self, module: nn.Module, written_buffers: frozenset[str], step_name: str) -> None:
+    def __init__(
+        self, module: nn.Module, written_buffers: frozenset[str], step_name: str, device: torch.device | None
+    ) -> None:
         super().__init__()
         self.module = module
         self.step_name = step_name
+        self.device = device
         self.parameter_names = {id(p): name for name, p in module.named_parameters()}
         self.trainable = {name for name, p in module.named_parameters() if p.requires_grad}
         self.buffer_storages = {
@@ -428,7 +433,8 @@ class _Tracer(OperationMode):
             else:
                 meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
             with torch.inference_mode(False):
-                shadow = AbsentTensor(meta, tensor.device, tensor.requires_grad)
+                device = self.device if self.device and id(tensor) in self.parameter_names else tensor.device
+                shadow = AbsentTensor(meta, device, tensor.requires_grad)
             self._shadows[id(tensor)] = shadow
             self._real_of[id(shadow)] = tensor
             self._alive.append(tensor)

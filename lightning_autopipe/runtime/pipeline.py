@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
-from lightning_autopipe.capture.cuts import CutTable
+from lightning_autopipe.capture.cuts import CutTable, positions_after
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.interception import current
 from lightning_autopipe.capture.preserve import preserved_random_state
@@ -31,7 +31,6 @@ from lightning_autopipe.runtime.stage import StageForward, StageOutput
 from lightning_autopipe.runtime.step_capture import (
     CaptureStore,
     module_fingerprint,
-    require_same_layers,
     shape_key,
     state_key,
 )
@@ -99,7 +98,8 @@ class Pipeline:
         self._split_batch = split_batch
         self._splits: dict[Hashable, BatchSplit] = {}
         self._store = CaptureStore(module, self.device)
-        self._planning_trace: StepTrace | None = None
+        self.cut_points_after: tuple[int, ...] = ()  # of the profile: the layers behind the modules `cut_after`
+        self._planning_trace: tuple[StepTrace, CutTable] | None = None
         self._layer_keys: tuple[CutKey, ...] = ()
         self._first_name = _first_names(module)
         self._transport = transport
@@ -113,14 +113,25 @@ class Pipeline:
 
     # ----- planning
 
-    def profile(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
+    def profile(
+        self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, cut_after: Sequence[str] = ()
+    ) -> ModelProfile:
         """Trace a step on one whole batch and give its layers; nothing changes.
+
+        Args:
+            step_name: the method of the module.
+            args: what it is called with.
+            kwargs: keyword arguments alike.
+            cut_after: paths of modules after whose last calls layers end.
 
         Raises:
             CaptureError: the step cannot be traced or cut.
+            ConfigurationError: it cannot be cut after one of the modules.
         """
-        trace, _ = self._store.trace(step_name, args, kwargs)
-        self._planning_trace = trace
+        trace, table = self._store.trace(step_name, args, kwargs, cut_after=cut_after)
+        starts = [layer.start for layer in trace.layers]
+        self.cut_points_after = tuple(starts.index(p) for p in positions_after(trace, table, cut_after))
+        self._planning_trace = (trace, table)
         self._layer_keys = tuple(layer.key for layer in trace.layers)
         counted: set[str] = set()
         layers = []
@@ -188,13 +199,12 @@ class Pipeline:
         Raises:
             PlanError: the plan is for another module, another step or another layout.
         """
-        trace = self._planning_trace
-        assert trace is not None, "profile() comes first"
+        planned = self._planning_trace
+        assert planned is not None, "profile() comes first"
         plan.require(module_fingerprint=self.module_fingerprint, world_size=self.layout.world_size)
         if plan.layout != self.layout:
             raise PlanError(f"The plan's layout is {plan.layout}, but the pipeline runs as {self.layout}.")
-        require_same_layers(trace, [layer.name for layer in plan.layers])
-        self._store.set_cuts(trace, plan.partition.cut_points)
+        self._store.set_cuts(*planned, [plan.layers[index].name for index in plan.partition.cut_points])
         self._planning_trace = None
 
     def in_process(self, *, is_cut: bool = True) -> Pipeline:

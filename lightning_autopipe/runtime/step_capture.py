@@ -20,6 +20,7 @@ from lightning_autopipe.capture.cuts import (
     crossing_meaning,
     find_layers,
     is_same_path,
+    positions_after,
     positions_from_keys,
     positions_from_owners,
 )
@@ -59,8 +60,10 @@ class CaptureStore:
         self.owners: dict[str, frozenset[int]] = {}
         self._captures: OrderedDict[Hashable, list[StepCapture]] = OrderedDict()  # the usual path first
 
-    def trace(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StepTrace, CutTable]:
-        """Trace a step and find its layers.
+    def trace(
+        self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, cut_after: Sequence[str] = ()
+    ) -> tuple[StepTrace, CutTable]:
+        """Trace a step and find its layers, some of which end after the modules `cut_after`.
 
         Raises:
             CaptureError: the step cannot be traced.
@@ -73,16 +76,27 @@ class CaptureStore:
                 kwargs,
                 step_name=step_name,
                 state_buffers=frozenset(n for n, _ in self.module.named_buffers() if n in self.owners),
+                device=self.device,
             )
         table = CutTable(trace)
-        trace.layers = find_layers(trace, table)
+        trace.layers = find_layers(trace, table, positions_after(trace, table, cut_after))
         return trace, table
 
-    def set_cuts(self, trace: StepTrace, cut_points: Sequence[int]) -> None:
-        """Fix the cuts by the layers of the planning trace, and with them the owner of every parameter."""
-        self.num_stages = len(cut_points) + 1
-        self.cut_keys = tuple(trace.layers[index].key for index in cut_points)
-        positions = [trace.layers[index].start for index in cut_points]
+    def set_cuts(self, trace: StepTrace, table: CutTable, names: Sequence[str]) -> None:
+        """Fix the cuts by the names of the layers that begin there, and with them the owner of every parameter.
+
+        Raises:
+            PlanError: the traced step has no such place, or cannot be cut there.
+        """
+        self.num_stages = len(names) + 1
+        self.cut_keys = tuple(CutKey.parse(name) for name in names)
+        positions = positions_from_keys(trace, table, self.cut_keys)
+        if positions is None:
+            own = ", ".join(str(layer.key) for layer in trace.layers)
+            raise PlanError(
+                f"the plan cuts before {', '.join(names)}, which this step does not have in this order, or where it "
+                f"cannot be cut. Its layers begin at: {own}. Make a new plan, or leave plan= unset"
+            )
         bounds = [0, *positions, len(trace.operations)]
         owners: dict[str, set[int]] = {}
         for stage_index, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -233,18 +247,3 @@ def module_fingerprint(module: nn.Module) -> str:
         tied_to = first_name.setdefault(id(parameter), name)
         lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {tied_to}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def require_same_layers(trace: StepTrace, names: Sequence[str]) -> None:
-    """Check that a plan's layers are the module's.
-
-    Raises:
-        PlanError: they differ.
-    """
-    own = [str(layer.key) for layer in trace.layers]
-    if list(names) != own:
-        difference = next((f"{a} against {b}" for a, b in zip(names, own, strict=False) if a != b), "their number")
-        raise PlanError(
-            f"The plan's {len(names)} layers are not those of this module's step ({len(own)} layers; first difference: "
-            f"{difference}). Make a new plan, or leave plan= unset."
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,12 +40,14 @@ class AutoPipeStrategy(ModuleStrategy):
         partition: ``"auto"`` balances what layers cost; or the layer index at which each later stage begins.
         profile: ``"measured"``: layers cost the time they take on this device; ``"flops"``: their floating-point
             operations; ``"auto"`` measures before a fit on several stages.
-        cut_after: Still to come.
+        cut_after: Paths of the modules after which stages end, such as ``["net.h.5"]`` for two stages.
         plan: A plan, or the JSON file of one, to use instead of making one.
         cluster: Still to come.
-        split_batch: Still to come; which leaves of a batch hold samples is found by tracing.
+        split_batch: By leaf of the batch (keys joined by dots) the dimension that counts samples, or None for a leaf
+            that stays whole: only for leaves whose meaning tracing cannot tell.
         loss_over: ``"microbatch"``; ``"batch"`` is still to come.
-        verify: ``"auto"`` or False; True is still to come.
+        verify: ``"auto"`` proves on one micro-batch that the stages give the numbers of the uncut step, where memory
+            allows it; True in any case; False not.
         gather_after_fit: After ``fit`` the module on global rank 0 is whole; False saves its memory.
         deferred_batch_norm: False; True is still to come.
         shard_optimizer: False; True is still to come.
@@ -78,7 +80,7 @@ class AutoPipeStrategy(ModuleStrategy):
         cut_after: Sequence[str] | None = None,
         plan: str | os.PathLike[str] | PipelinePlan | None = None,
         cluster: Any = None,
-        split_batch: Any = None,
+        split_batch: Mapping[str, int | None] | None = None,
         loss_over: str = "microbatch",
         verify: bool | Auto = "auto",
         gather_after_fit: bool = True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -48,17 +48,19 @@ class StrategyOptions:
     """What layers cost: ``"measured"`` seconds, or counted floating-point operations (``"flops"``). ``"auto"``:
     measured before a fit on several stages; counted where measuring fails, with a warning."""
     cut_after: Sequence[str] | None = None
-    """Module paths to cut after; still to come."""
+    """Paths of the modules after which stages end, in the order of their calls: one fewer than stages."""
     plan: str | os.PathLike[str] | PipelinePlan | None = None
     """A plan, or the JSON file of one, to use instead of making one."""
     cluster: Any = None
     """A description of devices and links; still to come."""
-    split_batch: Any = None
-    """Which leaves of a batch split along which dimension; still to come (found by tracing)."""
+    split_batch: Mapping[str, int | None] | None = None
+    """By leaf of the batch (keys joined by dots) the dimension that counts samples, or None for a leaf that stays
+    whole. Leaves that are not named are found out by tracing."""
     loss_over: str = "microbatch"
     """What the loss is a mean over: ``"microbatch"``. ``"batch"`` (contrastive losses) is still to come."""
     verify: bool | Auto = "auto"
-    """Prove the cut module against the whole one before training; True is still to come."""
+    """Prove the cut step against the whole one before training, on one micro-batch. ``"auto"``: where memory allows it;
+    True: in any case; False: not."""
     gather_after_fit: bool = True
     """After ``fit`` the module on global rank 0 is whole; False leaves every rank its own parameters only."""
     deferred_batch_norm: bool = False
@@ -81,7 +83,10 @@ class StrategyOptions:
         _check_choice("profile", self.profile, _PROFILES)
         _check_choice("process_group_backend", self.process_group_backend, _BACKENDS)
         _check_bool("gather_after_fit", self.gather_after_fit)
+        _check_choice("verify", self.verify, ("auto", True, False))
         self._check_partition()
+        self._check_cut_after()
+        self._check_split_batch()
         self._check_plan()
         self._check_still_to_come()
         _check_timeout(self.timeout)
@@ -102,6 +107,35 @@ class StrategyOptions:
                 f"first begin; got {partition!r}"
             )
 
+    def _check_cut_after(self) -> None:
+        cuts = self.cut_after
+        if cuts is None:
+            return
+        is_names = isinstance(cuts, Sequence) and not isinstance(cuts, str)
+        if not is_names or not cuts or not all(isinstance(path, str) and path for path in cuts):
+            raise ConfigurationError(f"cut_after must be a list of module paths or None; got {cuts!r}")
+        if not (isinstance(self.partition, str) and self.partition == "auto"):
+            raise ConfigurationError("cut_after and partition both say where the stages begin; set one of them")
+        if isinstance(self.num_stages, int) and self.num_stages != len(cuts) + 1:
+            raise ConfigurationError(
+                f"cut_after names {len(cuts)} cuts, which make {len(cuts) + 1} stages, but num_stages is "
+                f"{self.num_stages}"
+            )
+
+    def _check_split_batch(self) -> None:
+        split = self.split_batch
+        if split is None:
+            return
+        is_mapping = isinstance(split, Mapping) and all(
+            isinstance(name, str) and (dim is None or (isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0))
+            for name, dim in split.items()
+        )
+        if not is_mapping:
+            raise ConfigurationError(
+                "split_batch must map leaves of the batch (their keys joined by dots) to the dimension that counts "
+                f"samples, or to None for leaves that stay whole; got {split!r}"
+            )
+
     def _check_plan(self) -> None:
         plan = self.plan
         if plan is None:
@@ -119,6 +153,8 @@ class StrategyOptions:
         ]
         if not (isinstance(self.partition, str) and self.partition == "auto"):
             decided.append("partition")
+        if self.cut_after is not None:
+            decided.append("cut_after")
         if decided:
             raise ConfigurationError(
                 f"a plan decides {', '.join(decided)} itself; set either plan or {' and '.join(decided)}, not both"
@@ -126,11 +162,8 @@ class StrategyOptions:
 
     def _check_still_to_come(self) -> None:
         for name, allowed in (
-            ("cut_after", (None,)),
             ("cluster", (None, "auto")),
-            ("split_batch", (None, "auto")),
             ("loss_over", ("microbatch", "auto")),
-            ("verify", ("auto", False)),
             ("deferred_batch_norm", (False, "auto")),
             ("shard_optimizer", (False, "auto")),
             ("recompute", ("auto", False)),

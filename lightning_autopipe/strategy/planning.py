@@ -30,6 +30,7 @@ from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
+from lightning_autopipe.strategy.verification import verify_on_one_rank
 
 NO_BATCH = object()
 
@@ -65,6 +66,7 @@ def make_pipeline(
         schedule_name="1f1b" if schedule == "auto" else schedule,
         seed=communicator.broadcast_in_world(seed),
         device=device,
+        split_batch=options.split_batch,
     )
 
 
@@ -97,7 +99,7 @@ def plan_pipeline(
         PlanError: the given plan does not fit the module.
         ConfigurationError: there are more stages than layers.
     """
-    profile = pipeline.profile(step_name, args, kwargs)
+    profile = pipeline.profile(step_name, args, kwargs, cut_after=options.cut_after or ())
     batch_size = pipeline.batch_size(step_name, args, kwargs)
     layout = communicator.layout
     if plan is None:
@@ -130,7 +132,7 @@ def plan_pipeline(
             num_microbatches=sizes.num_microbatches,
             schedule_name=options.schedule,
             module_fingerprint=pipeline.module_fingerprint,
-            partition=options.partition,
+            partition=pipeline.cut_points_after if options.cut_after else options.partition,
             optimizer_state_ratio=optimizer_state_ratio(optimizers),
         )
     # Every rank has planned alike, or there is a reason to stop: ranks that cut at different places would hang.
@@ -142,6 +144,16 @@ def plan_pipeline(
         )
     pipeline.set_plan(plan)
     pipeline.num_microbatches = plan.num_microbatches
+    if step_name == "training_step" and layout.num_stages > 1 and options.verify is not False:
+        verify_on_one_rank(
+            pipeline,
+            plan,
+            communicator,
+            step_name=step_name,
+            args=args,
+            kwargs=kwargs,
+            in_any_case=options.verify is True,
+        )
     return plan
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
 from lightning_autopipe.capture.records import StepTrace
 from lightning_autopipe.core.errors import CaptureError
 from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.profiling import on_device
 from lightning_autopipe.profiling.unchanged import unchanged
 from lightning_autopipe.runtime.pipeline import Pipeline
+from lightning_autopipe.strategy.communicator import Communicator
 
+_log = logging.getLogger("lightning.pytorch")  # shown by default, as Lightning's own notes are
+_COPIES_NEEDED = 4  # of the parameters: two sets of gradients, activations of one micro-batch
 _ROUNDING = 1e3  # in units of the dtype's resolution: sums in another order differ by a few of them
 
 
@@ -52,6 +58,62 @@ def verify_pipeline(
     )
     differences = [_difference(name, reference, through_stages[name], plan) for name, reference in uncut.items()]
     return Verdict(seconds=time.perf_counter() - begin, largest_difference=max(differences))
+
+
+def verify_on_one_rank(
+    pipeline: Pipeline,
+    plan: PipelinePlan,
+    communicator: Communicator,
+    *,
+    step_name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    in_any_case: bool,
+) -> None:
+    """Verify on global rank 0 and tell the result; the other ranks wait. Collective over all ranks.
+
+    Args:
+        pipeline: Of the whole module, cut by the plan.
+        plan: The plan.
+        communicator: This rank's groups.
+        step_name: The step.
+        args: One whole batch and what else the step takes.
+        kwargs: Keyword arguments alike.
+        in_any_case: Whether to try it although memory may not suffice.
+
+    Raises:
+        CaptureError: the numbers differ; on every rank.
+    """
+    problem: str | None = None
+    if communicator.global_rank == 0:
+        needed_bytes = _COPIES_NEEDED * sum(p.numel() * p.element_size() for p in pipeline.module.parameters())
+        free_bytes = _free_bytes(pipeline.device)
+        if needed_bytes > free_bytes and not in_any_case:
+            _log.info(
+                "Not verified: about %.1f GB are needed beside the module, %.1f GB are free (verify=True tries it).",
+                needed_bytes / 1e9,
+                free_bytes / 1e9,
+            )
+        else:
+            try:
+                with on_device(pipeline.module, pipeline.device):
+                    verdict = verify_pipeline(pipeline, plan, step_name=step_name, args=args, kwargs=kwargs)
+                _log.info("%s", verdict)
+            except MemoryError as error:
+                if in_any_case:
+                    raise
+                _log.info("Not verified: %s.", error)
+            except CaptureError as error:
+                problem = str(error)
+    problem = communicator.broadcast_in_world(problem)
+    if problem is not None:
+        raise CaptureError(problem)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
 
 
 def _run(

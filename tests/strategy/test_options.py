@@ -43,6 +43,7 @@ def plan() -> PipelinePlan:
         {"timeout": timedelta(seconds=20)},
         {"process_group_backend": "gloo"},
         {"recompute": False, "verify": False, "gather_after_fit": False},
+        {"verify": True, "cut_after": ["net.3"], "split_batch": {"x": 0, "weights": None}},
     ],
 )
 def test_allowed(options: dict[str, Any]) -> None:
@@ -51,7 +52,7 @@ def test_allowed(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(StrategyOptions)])
 def test_auto_is_allowed_wherever_something_is_chosen(name: str) -> None:
-    chosen = {"process_group_backend", "gather_after_fit", "timeout", "plan", "cut_after"}
+    chosen = {"process_group_backend", "gather_after_fit", "timeout", "plan", "cut_after", "split_batch"}
     if name not in chosen:
         StrategyOptions(**{name: "auto"})
 
@@ -74,11 +75,16 @@ def test_auto_is_allowed_wherever_something_is_chosen(name: str) -> None:
         ({"plan": "no/such/file.json"}, "plan='no/such/file.json' is not a file"),
         ({"plan": plan(), "num_stages": 2, "schedule": "1f1b"}, "a plan decides num_stages, schedule itself"),
         ({"plan": plan(), "partition": [1]}, "a plan decides partition itself"),
-        ({"cut_after": ["net.3"]}, "cut_after=.* is not supported yet: set cut_after to None"),
+        ({"cut_after": "net.3"}, "cut_after must be a list of module paths or None; got 'net.3'"),
+        ({"cut_after": []}, "cut_after must be a list of module paths"),
+        ({"cut_after": ["net.3"], "num_stages": 3}, "1 cuts, which make 2 stages, but num_stages is 3"),
+        ({"cut_after": ["net.3"], "partition": [1]}, "cut_after and partition both say where the stages begin"),
+        ({"plan": plan(), "cut_after": ["net.3"]}, "a plan decides cut_after itself"),
         ({"cluster": "cluster.yaml"}, "cluster=.* is not supported yet"),
-        ({"split_batch": {"x": 0}}, "split_batch=.* is not supported yet"),
+        ({"split_batch": ["x"]}, r"split_batch must map leaves of the batch .* got \['x'\]"),
+        ({"split_batch": {"x": -1}}, "split_batch must map leaves"),
         ({"loss_over": "batch"}, "loss_over='batch' is not supported yet"),
-        ({"verify": True}, "verify=True is not supported yet: set verify to 'auto' or False"),
+        ({"verify": 1}, "verify must be one of 'auto', True, False; got 1"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm=True is not supported yet"),
         ({"shard_optimizer": 1}, "shard_optimizer=1 is not supported yet"),
         ({"recompute": True}, "recompute=True is not supported yet"),
