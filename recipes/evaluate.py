@@ -15,9 +15,10 @@ import torch
 from hydra.utils import get_class, instantiate, to_absolute_path
 from omegaconf import DictConfig, OmegaConf
 
+from recipes.classes import DATA, MODEL, recorded_class
 from recipes.launch import CONFIG_DIR, hush_lightning, other_rank_overrides
 from recipes.run import MONITOR, recorded_loss, strategy_from
-from recipes.summary import held_out_entropy, loss_rows, print_rows
+from recipes.summary import ACCURACY, held_out_entropy, metric_rows, print_rows
 
 
 def evaluate(cfg: DictConfig) -> float:
@@ -30,31 +31,36 @@ def evaluate(cfg: DictConfig) -> float:
     path = Path(to_absolute_path(cfg.ckpt_path))
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint {path} (ckpt_path).")
-    module = _load(cfg.model, path)
-    data = _load(cfg.data, path)
+    checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    module = _load(cfg.model, path, checkpoint, MODEL, pl.LightningModule)
+    data = _load(cfg.data, path, checkpoint, DATA, pl.LightningDataModule)
     trainer: pl.Trainer = instantiate(
         cfg.trainer, strategy=strategy_from(cfg.strategy), logger=False, enable_checkpointing=False, _convert_="all"
     )
-    loss = float(trainer.validate(module, datamodule=data, verbose=False)[0][MONITOR])
+    metrics = trainer.validate(module, datamodule=data, verbose=False)[0]
+    loss = float(metrics[MONITOR])
 
-    recorded = recorded_loss(torch.load(path, map_location="cpu", weights_only=True))
+    recorded = recorded_loss(checkpoint)
     entropy = held_out_entropy(data)
     if trainer.is_global_zero:
-        rows = loss_rows(loss, entropy)
+        rows = metric_rows(metrics, entropy)
         if recorded is not None:
-            rows["recorded in training"] = f"{recorded:.6f} nats a token (difference {abs(loss - recorded):.1e})"
+            rows["recorded in training"] = f"{recorded:.6f} nats (difference {abs(loss - recorded):.1e})"
         print_rows(f"Checkpoint {path}, {trainer.world_size} process{'es' * (trainer.world_size > 1)}", rows)
-    _require(cfg.require, loss, recorded, entropy)
+    _require(cfg.require, loss, metrics.get(ACCURACY), recorded, entropy)
     return loss
 
 
-def _load(node: DictConfig, path: Path) -> Any:
+def _load(node: DictConfig, path: Path, checkpoint: dict[str, Any], kind: str, base: type) -> Any:
     settings: dict[str, Any] = OmegaConf.to_container(node, resolve=True)  # type: ignore[assignment]
-    target: Any = get_class(settings.pop("_target_"))
+    name = settings.pop("_target_")
+    target: Any = recorded_class(checkpoint, kind, base) if name is None else get_class(name)
     return target.load_from_checkpoint(path, map_location="cpu", weights_only=True, **settings)
 
 
-def _require(require: DictConfig, loss: float, recorded: float | None, entropy: float | None) -> None:
+def _require(
+    require: DictConfig, loss: float, accuracy: float | None, recorded: float | None, entropy: float | None
+) -> None:
     shortfalls = []
     if require.max_difference is not None:
         if recorded is None:
@@ -72,6 +78,11 @@ def _require(require: DictConfig, loss: float, recorded: float | None, entropy: 
                 f"validation loss {loss:.4f} is {entropy - loss:.4f} nats below the unigram entropy {entropy:.4f}, "
                 f"less than {require.min_below_entropy}"
             )
+    if require.min_accuracy is not None:
+        if accuracy is None:
+            shortfalls.append(f"validation logs no {ACCURACY} to compare with")
+        elif not accuracy >= require.min_accuracy:
+            shortfalls.append(f"validation accuracy {accuracy:.4f} is less than {require.min_accuracy}")
     if shortfalls:
         sys.exit("Fell short: " + "; ".join(shortfalls))
 

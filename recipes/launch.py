@@ -9,10 +9,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import lightning.pytorch as pl
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-
 CONFIG_DIR = str(Path(__file__).resolve().parent.parent / "configs")
 
 
@@ -30,24 +26,6 @@ def other_rank_overrides(argv: Sequence[str] | None = None, environ: Mapping[str
     if not any(argument.startswith("hydra.run.dir=") for argument in argv):
         overrides.append("hydra.run.dir=.")
     return overrides
-
-
-def refuse_sweep_over_processes(trainer: pl.Trainer) -> None:
-    """Refuse a Hydra sweep (``--multirun``) whose jobs are started by Lightning as several processes.
-
-    Lightning starts processes once in the life of a process, and they would repeat the whole sweep.
-
-    Raises:
-        ValueError: This is such a sweep.
-    """
-    environment = getattr(trainer.strategy, "cluster_environment", None)
-    started_by_lightning = environment is not None and not environment.creates_processes_externally
-    sweeping = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-    if sweeping and started_by_lightning and trainer.world_size > 1:
-        raise ValueError(
-            f"--multirun with {trainer.world_size} processes a job is not supported: Lightning can start processes "
-            "only once. Run the jobs one after another without --multirun, or set trainer.devices=1."
-        )
 
 
 def hush_lightning() -> None:

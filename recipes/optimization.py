@@ -1,4 +1,4 @@
-"""The optimizer and the learning-rate schedule that transformers are usually trained with."""
+"""The optimizer and the learning-rate schedule of all recipes: those that transformers are usually trained with."""
 
 from __future__ import annotations
 

@@ -48,6 +48,11 @@ def validation_loss(trainer: pl.Trainer) -> float | None:
     return None if loss is None else float(loss)
 
 
+def validation_metrics(trainer: pl.Trainer) -> dict[str, float]:
+    """Give what the latest validation logged, by name."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+
+
 def recorded_loss(checkpoint: dict[str, Any]) -> float | None:
     """Give the validation loss that was measured when a checkpoint was written; None where it holds none."""
     for state in checkpoint.get("callbacks", {}).values():

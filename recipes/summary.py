@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import lightning.pytorch as pl
 from rich.console import Console
 from rich.markup import escape
 
-from recipes.run import checkpoint_callback, validation_loss
+from recipes.run import MONITOR, checkpoint_callback, validation_loss, validation_metrics
+
+ACCURACY = "val/accuracy"
 
 
 def print_training_summary(trainer: pl.Trainer, module: pl.LightningModule, data: pl.LightningDataModule) -> None:
-    """Print the validation loss beside the unigram entropy, the checkpoint, and how to use it."""
-    rows = loss_rows(validation_loss(trainer), held_out_entropy(data))
+    """Print the validation loss and what it means, the checkpoint, and how to use it."""
+    metrics = validation_metrics(trainer)
     kept = checkpoint_callback(trainer)
+    loss = validation_loss(trainer)
+    if loss != metrics.get(MONITOR):
+        # The kept checkpoint is not the latest one, and only its loss is known.
+        metrics = {}
+    rows = metric_rows(metrics if loss is None else metrics | {MONITOR: loss}, held_out_entropy(data))
     if kept is not None:
         rows["checkpoint"] = kept.best_model_path
         rows["evaluate it"] = f"python -m recipes.evaluate ckpt_path={kept.best_model_path}"
@@ -29,11 +37,15 @@ def held_out_entropy(data: pl.LightningDataModule) -> float | None:
     return getattr(data, "held_out_entropy", None)
 
 
-def loss_rows(loss: float | None, entropy: float | None) -> dict[str, str]:
-    """Give the rows that say how good a loss is; both are in nats a token."""
+def metric_rows(metrics: Mapping[str, float], entropy: float | None) -> dict[str, str]:
+    """Give the rows that say how good a model is; loss and entropy are in nats, and only a text has an entropy."""
     rows = {}
+    loss, accuracy = metrics.get(MONITOR), metrics.get(ACCURACY)
     if loss is not None:
-        rows["validation loss"] = f"{loss:.6f} nats a token (perplexity {math.exp(loss):.1f})"
+        unit = "" if entropy is None else f" a token (perplexity {math.exp(loss):.1f})"
+        rows["validation loss"] = f"{loss:.6f} nats{unit}"
+    if accuracy is not None:
+        rows["validation accuracy"] = f"{accuracy:.2%}"
     if entropy is not None:
         rows["unigram entropy"] = f"{entropy:.6f} nats a token, the least that is possible without context"
     if loss is not None and entropy is not None:
@@ -41,7 +53,7 @@ def loss_rows(loss: float | None, entropy: float | None) -> dict[str, str]:
     return rows
 
 
-def print_rows(title: str, rows: dict[str, str]) -> None:
+def print_rows(title: str, rows: Mapping[str, str]) -> None:
     """Print names and values under a title; values are not broken, so that they can be copied."""
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"\n[bold]{escape(title)}[/bold]")

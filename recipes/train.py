@@ -1,6 +1,7 @@
 """Train a recipe: ``python -m recipes.train recipe=gpt2 strategy.num_stages=2 trainer.devices=2``.
 
-The settings are in ``configs/train.yaml`` and the folders beside it.
+A sweep is several jobs one after another: ``python -m recipes.train --multirun strategy.num_microbatches=2,4,8``. The
+settings are in ``configs/train.yaml`` and the folders beside it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import lightning.pytorch as pl
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from recipes.launch import CONFIG_DIR, hush_lightning, other_rank_overrides, refuse_sweep_over_processes
+from recipes.classes import RecordClasses
+from recipes.launch import CONFIG_DIR, hush_lightning, other_rank_overrides
 from recipes.run import callbacks_from, loggers_from, strategy_from, validation_loss
 from recipes.summary import print_training_summary
+from recipes.sweep import needs_own_process, report_result, run_in_own_process
 
 
 def train(cfg: DictConfig) -> float | None:
@@ -26,11 +29,10 @@ def train(cfg: DictConfig) -> float | None:
     trainer: pl.Trainer = instantiate(
         cfg.trainer,
         strategy=strategy_from(cfg.strategy),
-        callbacks=callbacks_from(cfg.get("callbacks")),
+        callbacks=[*callbacks_from(cfg.get("callbacks")), RecordClasses(module, data)],
         logger=loggers_from(cfg.get("logger")),
         _convert_="all",
     )
-    refuse_sweep_over_processes(trainer)
 
     trainer.fit(module, datamodule=data, ckpt_path=cfg.ckpt_path)
 
@@ -41,7 +43,11 @@ def train(cfg: DictConfig) -> float | None:
 
 @hydra.main(version_base="1.3", config_path=CONFIG_DIR, config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    return train(cfg)
+    if needs_own_process():
+        return run_in_own_process("recipes.train")
+    loss = train(cfg)
+    report_result(loss)
+    return loss
 
 
 if __name__ == "__main__":

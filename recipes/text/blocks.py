@@ -38,7 +38,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 def collate_blocks(blocks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Join blocks to ``input_ids`` and ``labels`` of shape ``[batch, longest block]``.
 
-    Shorter blocks are filled up at their end, where a causal model sees nothing of it, with targets that do not count.
+    Shorter blocks are filled up at their end with targets that do not count; a causal model sees nothing of it before.
     """
     fill = {"input_ids": 0, "labels": IGNORE_INDEX}
     return {

@@ -9,10 +9,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from recipes.text.blocks import TokenBlocks, collate_blocks
-from recipes.text.corpus import Corpus, CorpusError, load_corpus
+from recipes.text.blocks import IGNORE_INDEX, TokenBlocks, collate_blocks
+from recipes.text.corpus import Corpus, CorpusError, HubText, load_corpus
 from recipes.text.entropy import unigram_entropy
 from recipes.text.tokenizer import cached_tokenizer
 
@@ -30,6 +30,8 @@ class TextDataModule(LightningDataModule):
         batch_size: Blocks in a batch. With several replicas each of them gets batches of this size.
         num_workers: Processes that prepare batches; 0 does it in the training process, which is fast enough here.
         cache_dir: Where trained tokenizers are kept.
+        hub_text: A Hugging Face data set instead of a text file: ``path``, and if need be ``name``, ``split`` and
+            ``column``. Needs ``pip install datasets``.
     """
 
     def __init__(
@@ -41,23 +43,25 @@ class TextDataModule(LightningDataModule):
         batch_size: int = 16,
         num_workers: int = 0,
         cache_dir: str = ".cache/recipes",
+        hub_text: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.text_file = text_file
+        self.hub_text = None if hub_text is None else HubText(**hub_text)
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.cache_dir = Path(cache_dir)
         self.tokenizer: Tokenizer | None = None
-        self._train: TokenBlocks | None = None
-        self._held_out: TokenBlocks | None = None
+        self._train: Dataset[dict[str, Tensor]] | None = None
+        self._held_out: Dataset[dict[str, Tensor]] | None = None
 
     def prepare_data(self) -> None:
         """Train the tokenizer, once a machine, so that the processes find it in the cache."""
         if self.tokenizer is None:
-            self._cached_tokenizer(load_corpus(self.text_file))
+            self._cached_tokenizer(load_corpus(self.text_file, self.hub_text))
 
     def setup(self, stage: str | None = None) -> None:
         """Encode the text; a data module restored from a checkpoint keeps that checkpoint's tokenizer.
@@ -67,17 +71,22 @@ class TextDataModule(LightningDataModule):
         """
         if self._train is not None:
             return
-        corpus = load_corpus(self.text_file)
+        corpus = load_corpus(self.text_file, self.hub_text)
         if self.tokenizer is None:
             self.tokenizer = self._cached_tokenizer(corpus)
-        self._train = TokenBlocks(self._encode(self.tokenizer, corpus.train), self.block_size)
-        self._held_out = TokenBlocks(self._encode(self.tokenizer, corpus.held_out), self.block_size)
+        self._train = self.make_blocks(self._encode(self.tokenizer, corpus.train), is_train=True)
+        self._held_out = self.make_blocks(self._encode(self.tokenizer, corpus.held_out), is_train=False)
+
+    def make_blocks(self, tokens: Tensor, *, is_train: bool) -> Dataset[dict[str, Tensor]]:
+        """Give a part of the text, int64 of shape ``[num_tokens]``, as blocks; another objective may want others."""
+        return TokenBlocks(tokens, self.block_size)
 
     @property
     def held_out_entropy(self) -> float:
-        """The unigram entropy of the held-out part in nats a token: what a model that ignores the context reaches."""
-        # The first token is never a target.
-        return unigram_entropy(_ready(self._held_out).tokens[1:])
+        """The unigram entropy of the held-out targets in nats: the least loss of a model that ignores the context."""
+        blocks: Any = _ready(self._held_out)
+        labels = torch.cat([blocks[index]["labels"] for index in range(len(blocks))])
+        return unigram_entropy(labels[labels != IGNORE_INDEX])
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return self._loader(self._train, shuffle=True)
@@ -113,7 +122,12 @@ class TextDataModule(LightningDataModule):
             )
 
     def _cached_tokenizer(self, corpus: Corpus) -> Tokenizer:
-        return cached_tokenizer(corpus.train, vocab_size=self.vocab_size, cache_dir=self.cache_dir)
+        return cached_tokenizer(corpus.train, vocab_size=self._num_tokens, cache_dir=self.cache_dir)
+
+    @property
+    def _num_tokens(self) -> int:
+        """How many tokens the tokenizer may have."""
+        return self.vocab_size
 
     @staticmethod
     def _encode(tokenizer: Tokenizer, text: str) -> Tensor:
@@ -124,7 +138,7 @@ class TextDataModule(LightningDataModule):
             )
         return tokens
 
-    def _loader(self, blocks: TokenBlocks | None, *, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
+    def _loader(self, blocks: Dataset[dict[str, Tensor]] | None, *, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
         return DataLoader(
             _ready(blocks),
             batch_size=self.batch_size,
@@ -136,7 +150,7 @@ class TextDataModule(LightningDataModule):
         )
 
 
-def _ready(blocks: TokenBlocks | None) -> TokenBlocks:
+def _ready(blocks: Dataset[dict[str, Tensor]] | None) -> Dataset[dict[str, Tensor]]:
     if blocks is None:
-        raise RuntimeError("Call TextDataModule.setup() first; a Trainer does.")
+        raise RuntimeError("Call setup() of the data module first; a Trainer does.")
     return blocks

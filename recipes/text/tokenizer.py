@@ -9,6 +9,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+# What a byte-level vocabulary has at least.
+NUM_BYTES = 256
+
 # Part of the cached file's name: change it when the way of training changes.
 _RECIPE = "byte-level-bpe-1"
 

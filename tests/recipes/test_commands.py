@@ -6,16 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 
 from recipes.evaluate import evaluate
-from recipes.launch import CONFIG_DIR, other_rank_overrides, refuse_sweep_over_processes
+from recipes.launch import CONFIG_DIR, other_rank_overrides
 from recipes.train import train
 
 pytestmark = pytest.mark.filterwarnings(
@@ -144,26 +140,3 @@ def test_other_ranks_of_a_launcher_write_no_folder() -> None:
     assert other_rank_overrides(["train"], {"RANK": "1"}) == [*quiet, "hydra.run.dir=."]
     assert other_rank_overrides(["train"], {"SLURM_PROCID": "3"}) == [*quiet, "hydra.run.dir=."]
     assert other_rank_overrides(["train", "hydra.run.dir=here"], {"RANK": "1"}) == quiet
-
-
-@pytest.mark.parametrize(
-    ("mode", "world_size", "external", "refused"),
-    [
-        (RunMode.MULTIRUN, 2, False, True),
-        (RunMode.MULTIRUN, 2, True, False),
-        (RunMode.MULTIRUN, 1, False, False),
-        (RunMode.RUN, 2, False, False),
-    ],
-)
-def test_sweeps_over_several_processes_are_refused(
-    monkeypatch: pytest.MonkeyPatch, mode: RunMode, world_size: int, external: bool, refused: bool
-) -> None:
-    environment = SimpleNamespace(creates_processes_externally=external)
-    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(cluster_environment=environment), world_size=world_size)
-    monkeypatch.setattr(HydraConfig, "initialized", staticmethod(lambda: True))
-    monkeypatch.setattr(HydraConfig, "get", staticmethod(lambda: SimpleNamespace(mode=mode)))
-    if refused:
-        with pytest.raises(ValueError, match=r"--multirun with 2 processes a job is not supported.*trainer\.devices=1"):
-            refuse_sweep_over_processes(trainer)
-    else:
-        refuse_sweep_over_processes(trainer)

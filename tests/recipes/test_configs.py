@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_autopipe.config import AutoPipeConfig, register_configs
+from recipes.bert import BertModule
 from recipes.gpt2 import GPT2Module
+from recipes.images import ImageFolderDataModule
 from recipes.launch import CONFIG_DIR
+from recipes.resnet import ResNetModule
 from recipes.run import callbacks_from, strategy_from
-from recipes.text import TextDataModule
+from recipes.text import MaskedTextDataModule, TextDataModule
+from recipes.text.corpus import HubText
 
 GROUPS = ("data", "model", "recipe", "strategy", "trainer", "callbacks", "logger", "paths", "experiment", "debug")
 CHOICES = [f"{group}={path.stem}" for group in GROUPS for path in sorted((Path(CONFIG_DIR) / group).glob("*.yaml"))]
@@ -35,10 +40,23 @@ def options(**changes: Any) -> dict[str, Any]:
     return dataclasses.asdict(AutoPipeConfig()) | changes
 
 
+IMAGES = ("data=digits", "data=hub_images", "data=image_folder", "model=resnet")
+# What has no default.
+REQUIRED = {
+    "data=hub_images": ["data.path=cifar10", "data.num_classes=10"],
+    "data=hub_text": ["data.hub_text.path=wikitext"],
+    "data=image_folder": ["data.folder=images", "data.num_classes=5"],
+}
+
+
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_composes_and_resolves(choice: str) -> None:
-    cfg: Any = OmegaConf.to_container(compose_config(choice), resolve=True)
+    recipe = ["recipe=resnet"] if choice.startswith(IMAGES) else []
+    cfg: Any = OmegaConf.to_container(compose_config(*recipe, choice, *REQUIRED.get(choice, [])), resolve=True)
     assert cfg["trainer"]["_target_"] == "lightning.pytorch.Trainer"
+    for node in (cfg["model"], cfg["data"]):
+        target = get_class(node.pop("_target_"))
+        inspect.signature(target).bind(**node)
 
 
 def test_every_group_has_choices() -> None:
@@ -46,14 +64,40 @@ def test_every_group_has_choices() -> None:
 
 
 @pytest.mark.parametrize("model", ["tiny", "mini", "small", "base", "medium", "large", "xl"])
-def test_sizes_are_arguments_of_the_module(model: str) -> None:
-    cfg = compose_config(f"model={model}", "data.vocab_size=500", "data.block_size=32")
-    assert get_class(cfg.model._target_) is GPT2Module
+@pytest.mark.parametrize(("recipe", "module_class"), [("gpt2", GPT2Module), ("bert", BertModule)])
+def test_sizes_are_arguments_of_the_module(model: str, recipe: str, module_class: type) -> None:
+    cfg = compose_config(f"recipe={recipe}", f"model={model}", "data.vocab_size=500", "data.block_size=32")
+    assert get_class(cfg.model._target_) is module_class
     settings: dict[str, Any] = OmegaConf.to_container(cfg.model, resolve=True)  # type: ignore[assignment]
     del settings["_target_"]
-    inspect.signature(GPT2Module).bind(**settings)
+    inspect.signature(module_class).bind(**settings)
     assert (settings["vocab_size"], settings["block_size"]) == (500, 32)
     assert settings["hidden_size"] % settings["num_heads"] == 0
+
+
+@pytest.mark.parametrize("model", ["resnet_mini", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"])
+def test_sizes_of_resnet_fit_the_data(model: str) -> None:
+    """The number of parameters is the one that the file's first line gives, with 1000 classes and colour images."""
+    cfg = compose_config("recipe=resnet", f"model={model}", "data.num_classes=1000", "data.num_channels=3")
+    with torch.device("meta"):
+        module = instantiate(cfg.model)
+    assert isinstance(module, ResNetModule)
+    millions = sum(parameter.numel() for parameter in module.parameters()) / 1e6
+    first_line = (Path(CONFIG_DIR) / "model" / f"{model}.yaml").read_text(encoding="utf-8").split("\n")[0]
+    assert f" {millions:.1f} million parameters" in first_line
+
+
+def test_a_recipe_brings_its_data_and_another_choice_wins() -> None:
+    assert instantiate(compose_config("recipe=resnet").data).num_classes == 10
+    assert isinstance(instantiate(compose_config("recipe=bert").data), MaskedTextDataModule)
+    cfg = compose_config("recipe=resnet", "data=image_folder", "data.folder=images", "data.num_classes=5")
+    assert (get_class(cfg.data._target_), cfg.model.num_classes) == (ImageFolderDataModule, 5)
+    cfg = compose_config("recipe=bert", "data=hub_text", "data.hub_text.path=wikitext")
+    data = instantiate(cfg.data, _convert_="all")
+    assert isinstance(data, MaskedTextDataModule)
+    assert data.hub_text == HubText(path="wikitext")
+    cfg = compose_config("experiment=digits", "model=resnet18")
+    assert (cfg.model.depths, cfg.data.batch_size) == ([2, 2, 2, 2], 64)
 
 
 def test_data_and_callbacks_are_made() -> None:
@@ -69,8 +113,12 @@ def test_data_and_callbacks_are_made() -> None:
     assert callbacks_from(None) == []
 
 
-def test_demo_is_two_stages_in_two_processes() -> None:
-    cfg = compose_config("experiment=demo")
+@pytest.mark.parametrize(
+    ("experiment", "module_class"), [("demo", GPT2Module), ("bert_demo", BertModule), ("digits", ResNetModule)]
+)
+def test_experiments_are_two_stages_in_two_processes(experiment: str, module_class: type) -> None:
+    cfg = compose_config(f"experiment={experiment}")
+    assert get_class(cfg.model._target_) is module_class
     assert (cfg.strategy.num_stages, cfg.trainer.devices, cfg.trainer.accelerator) == (2, 2, "cpu")
 
 

@@ -91,7 +91,7 @@ def test_setup_needs_no_prepared_cache_and_may_come_twice(tmp_path: Path) -> Non
 
 
 def test_loaders_before_setup() -> None:
-    with pytest.raises(RuntimeError, match=r"Call TextDataModule\.setup\(\) first"):
+    with pytest.raises(RuntimeError, match=r"Call setup\(\) of the data module first"):
         TextDataModule().train_dataloader()
 
 

@@ -1,0 +1,5 @@
+"""BERT, a masked language model, of any size."""
+
+from recipes.bert.module import BertModule
+
+__all__ = ["BertModule"]
