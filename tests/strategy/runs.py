@@ -55,8 +55,10 @@ def fit_plain(fit: Fit) -> Report:
 
 def fit_here(fit: Fit, num_stages: int, num_replicas: int) -> Report:
     """The fit as one rank of several."""
+    # Measuring makes plans that differ from run to run, and the proof runs each step twice more.
+    defaults: dict[str, Any] = {"num_microbatches": 4, "timeout": 30, "profile": "flops", "verify": False}
     strategy = AutoPipeStrategy(
-        num_stages=num_stages, num_replicas=num_replicas, timeout=30, **{"num_microbatches": 4, **fit.strategy_options}
+        num_stages=num_stages, num_replicas=num_replicas, **{**defaults, **fit.strategy_options}
     )
     return _run(fit, strategy, num_processes=num_stages * num_replicas, num_replicas=num_replicas)
 
