@@ -8,8 +8,10 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 _MASK = (1 << 64) - 1
 
@@ -50,6 +52,45 @@ def seed_python(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def kept_generators(module: nn.Module) -> list[tuple[str, Any]]:
+    """Find the generators (torch's, Python's, NumPy's) that submodules keep as attributes, with their places."""
+    numpy = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random, *((numpy.random.Generator,) if numpy is not None else ()))
+    return [
+        (f"{path}.{name}", value)
+        for path, sub in module.named_modules()
+        for name, value in vars(sub).items()
+        if isinstance(value, kinds)
+    ]
+
+
+def generator_state(generator: Any) -> Any:
+    """Give a generator's state, for :func:`set_generator_state`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put back what :func:`generator_state` gave."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def seed_generator(generator: Any, seed: int) -> None:
+    """Have a generator begin anew."""
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, random.Random):
+        generator.seed(seed)
+    else:
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import AbsentTensor
+from lightning_autopipe.capture.draws import generator_state, kept_generators, set_generator_state
 
 _MAX_CONTAINER = 100_000
 # Write the running statistics (arguments 3 and 4) when training (argument 5), though their schemas do not say so.
@@ -110,6 +111,7 @@ class PreservedState:
     def __init__(self, module: nn.Module) -> None:
         self.observer = DispatchObserver()
         self._attributes = [(sub, dict(sub.__dict__)) for sub in module.modules()]
+        self._generators = [(generator, generator_state(generator)) for _, generator in kept_generators(module)]
         self._containers: dict[int, tuple[Any, Any]] = {}
         for _, attributes in self._attributes:
             for name, value in attributes.items():
@@ -138,6 +140,8 @@ class PreservedState:
     def restore(self) -> None:
         """Put everything back, in place, so that other references to a container see it too."""
         self.observer.undo()
+        for generator, generator_state_before in self._generators:
+            set_generator_state(generator, generator_state_before)
         for sub, attributes in self._attributes:
             sub.__dict__.clear()
             sub.__dict__.update(attributes)

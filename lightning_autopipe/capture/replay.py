@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import AbsentTensor
 from lightning_autopipe.capture.cuts import CutTable
-from lightning_autopipe.capture.draws import DrawKey, layer_seed, seed_python, seed_torch, seeded
+from lightning_autopipe.capture.draws import (
+    DrawKey,
+    kept_generators,
+    layer_seed,
+    seed_generator,
+    seed_python,
+    seed_torch,
+    seeded,
+)
 from lightning_autopipe.capture.interception import OperationMode, value_arguments
 from lightning_autopipe.capture.losses import KEEPS_COUNT, num_terms
 from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, ValueIndex
@@ -88,6 +96,7 @@ class StageProgram:
             if layer.has_random and layer.stop > start and layer.start < self.stop
         }
         self.state_ids = frozenset(trace.state_names)
+        self.generators = kept_generators(module)
         self.parameter_names = frozenset(n for op in trace.operations[start : self.stop] for n in op.parameters)
         keyed_modules = draw_keyed_modules(trace, self.layer_of_start) if use_treatments else {}
         self.treatments: list[Treatment] = []
@@ -185,6 +194,8 @@ class _Replay(OperationMode):
                 replaced.append((attributes, attributes.get("forward")))
                 attributes["forward"] = self._treated_forward(module.forward, table)
             seed_python(self.key.derive("python"))
+            for place, generator in program.generators:
+                seed_generator(generator, self.key.derive("generator", place))
             seed_torch(self.key.derive("start", self.start), program.device)
             with self:
                 self._arrive()
@@ -314,6 +325,8 @@ class _Replay(OperationMode):
         return False
 
     def _compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
+        if kwargs.get("generator") is not None:
+            seed_generator(kwargs["generator"], self._place_seed())
         was_paused, self.is_paused = self.is_paused, True
         try:
             result = run(*args, **kwargs)
@@ -389,11 +402,18 @@ class _Replay(OperationMode):
     def _outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         if function not in self.trace.draw_functions:
             return run(*args, **kwargs)
+        seed = self._place_seed()
+        if kwargs.get("generator") is not None:
+            seed_generator(kwargs["generator"], seed)
+        with seeded(seed, self.program.device):
+            return run(*args, **kwargs)
+
+    def _place_seed(self) -> int:
+        """Give a seed for a draw at this place of the step: the position, and the how manieth draw there."""
         place, count = self.draws_here
         count = count + 1 if place == self.position else 0
         self.draws_here = (self.position, count)
-        with seeded(self.key.derive("draw", self.position, count), self.program.device):
-            return run(*args, **kwargs)
+        return self.key.derive("draw", self.position, count)
 
     def _arrive(self) -> None:
         """Act on having reached a position: key the draws of a layer that begins here, leave at the stage's end."""

@@ -280,6 +280,8 @@ class _Tracer(OperationMode):
         if not has_tensors and not written and function not in _SIDE_EFFECTS:
             self.metadata_functions.add(function)
             return result
+        if kwargs.get("generator") is not None:
+            self._note_placed_draw()
         return self._record(function, args, kwargs, found, result, written)
 
     def counted_call(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
@@ -373,11 +375,15 @@ class _Tracer(OperationMode):
             self._note_inputs(list(tree.tensors((args, kwargs))))
         if self._observer.is_random:
             self.draw_functions.add(function)
-            call = self._call
-            while call is not None:
-                call.num_free_draws += 1
-                call = call.parent
+            self._note_placed_draw()
         return result
+
+    def _note_placed_draw(self) -> None:
+        """A draw that is keyed by its place: no module that holds it is passed over."""
+        call = self._call
+        while call is not None:
+            call.num_free_draws += 1
+            call = call.parent
 
     def _note_inputs(self, found: list[tuple[tree.LeafPath, Tensor]]) -> None:
         for _, tensor in found:

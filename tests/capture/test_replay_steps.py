@@ -140,8 +140,8 @@ def test_autograd_inside_the_step(model: type[Blocks]) -> None:
 def test_generators_that_the_module_keeps() -> None:
     """A stage that leaves early must not fall behind the draws of the others, and a trace must not draw."""
     module = KeptGenerators().double()
-    before = module.generator.get_state(), module.random.getstate()
     assert_same_at_every_cut(module, (features(), 0))
+    before = module.generator.get_state(), module.random.getstate()
     traced(module, (features(), 0))
     assert torch.equal(module.generator.get_state(), before[0])
     assert module.random.getstate() == before[1]
