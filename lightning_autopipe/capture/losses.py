@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_autopipe.capture.absent import is_absent
+
 _CLASS_LOSSES = frozenset({F.cross_entropy, F.nll_loss})
 _ELEMENT_LOSSES = frozenset(
     {
@@ -77,8 +79,12 @@ def num_terms(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 
 def ignores_targets(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether the number of terms of this loss depends on the targets' values."""
-    return function in _CLASS_LOSSES
+    """Tell whether a loss leaves out some of these (real) targets, so that a mean over samples is another mean."""
+    if function not in _CLASS_LOSSES:
+        return False
+    target = args[1] if len(args) > 1 else kwargs["target"]
+    ignore_index = args[4] if len(args) > 4 else kwargs.get("ignore_index", -100)
+    return not is_absent(target) and not target.is_floating_point() and bool((target == ignore_index).any())
 
 
 def _num_targets(

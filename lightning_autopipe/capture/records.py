@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_autopipe.capture.absent import AbsentTensor
+from lightning_autopipe.capture.losses import KEEPS_COUNT
 from lightning_autopipe.capture.tree import LeafPath, walk
 
 
@@ -76,6 +77,7 @@ class Operation:
     module_path: str
     region: int | None
     is_mean_loss: bool = False
+    ignores_targets: bool = False
 
     @property
     def name(self) -> str:
@@ -144,9 +146,9 @@ class StepTrace:
     """The record of one run of a step on shapes.
 
     `end_reason` is None when the step returned; otherwise why the trace ended early (after the last parameter's use).
-    `used_at_end` are the values in what the step returned; `inputs_read` the `id`s of the batch
-    tensors that it computed with; `written_parameters` those that the step itself writes (a clamp, a moving average);
-    `reassigned_buffers` those in whose place it puts other tensors.
+    `used_at_end` are the values in what the step returned, `loss_index` the one that is its loss without a weight of
+    its own. `inputs_read` are the `id`s of the batch tensors that it computed with, `written_parameters` those that the
+    step itself writes (a clamp, a moving average), `reassigned_buffers` those in whose place it puts other tensors.
     """
 
     operations: list[Operation]
@@ -155,6 +157,7 @@ class StepTrace:
     metadata_functions: frozenset[Any]
     draw_functions: frozenset[Any]
     used_at_end: frozenset[int]
+    loss_index: int | None
     end_reason: str | None
     modules_changed: bool
     parameter_elements: dict[str, int]
@@ -164,6 +167,22 @@ class StepTrace:
     written_parameters: frozenset[str] = frozenset()
     layers: tuple[Layer, ...] = ()
     seconds: float = 0.0
+
+    def unweighted_loss(self, loss_index: int) -> Operation | None:
+        """Find a loss that ignores some targets where the step's loss does not tell over how many terms it is a mean.
+
+        `loss_index` is the value that the step returned as its loss: its number of terms is known where it comes from
+        a known mean loss through scalings by constants alone.
+        """
+        value = self.values[loss_index]
+        while True:
+            maker = self.operations[value.maker]
+            if maker.is_mean_loss:
+                return None
+            if maker.function not in KEEPS_COUNT or len(maker.reads) != 1:
+                break
+            value = self.values[maker.reads[0]]
+        return next((op for op in self.operations if op.ignores_targets), None)
 
     def position_of(self, key: CutKey) -> int | None:
         """Give the position that `key` names, None where this trace has no such place."""

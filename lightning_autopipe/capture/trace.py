@@ -7,7 +7,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_autopipe.capture.absent import (
     is_absent,
 )
 from lightning_autopipe.capture.interception import OperationMode, value_arguments
-from lightning_autopipe.capture.losses import MEAN_LOSSES
+from lightning_autopipe.capture.losses import MEAN_LOSSES, ignores_targets
 from lightning_autopipe.capture.preserve import DispatchObserver, preserved_state
 from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, Value, ValueIndex, function_name
 from lightning_autopipe.core.errors import CaptureError
@@ -120,6 +120,7 @@ class _Tracer(OperationMode):
     def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepTrace:
         end_reason = None
         used_at_end: set[int] = set()
+        loss_index = None
         with preserved_state(self.module) as state, computing_shapes():
             self._observer = state.observer
             self._wrap_modules()
@@ -128,6 +129,8 @@ class _Tracer(OperationMode):
                 with self:
                     result = step(*args, **kwargs)
                 used_at_end = {v for _, t in tree.tensors(result) if (v := self._index_of(t)) is not None}
+                loss = result.get("loss") if isinstance(result, Mapping) and "loss_weight" not in result else result
+                loss_index = self._index_of(loss) if isinstance(loss, Tensor) else None
             except Exception as error:
                 end_reason = self._explain_end(error)
                 used_at_end = self._held_by_step(error)
@@ -145,6 +148,7 @@ class _Tracer(OperationMode):
             metadata_functions=frozenset(self.metadata_functions),
             draw_functions=frozenset(self.draw_functions),
             used_at_end=frozenset(used_at_end),
+            loss_index=loss_index,
             end_reason=end_reason,
             modules_changed=changed,
             parameter_elements={name: p.numel() for name, p in self.module.named_parameters()},
@@ -359,7 +363,8 @@ class _Tracer(OperationMode):
                 flops=self._observer.flops,
                 module_path=self._module_path(),
                 region=self._region(),
-                is_mean_loss=function in MEAN_LOSSES if callable(function) else False,
+                is_mean_loss=callable(function) and function in MEAN_LOSSES,
+                ignores_targets=callable(function) and ignores_targets(function, args, kwargs),
             )
         )
         for index in dict.fromkeys((*reads, *hidden_reads)):

@@ -15,7 +15,7 @@ from lightning_autopipe.capture.cuts import CutTable, positions_after
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.interception import current
 from lightning_autopipe.capture.preserve import preserved_random_state
-from lightning_autopipe.capture.records import CutKey, StepTrace
+from lightning_autopipe.capture.records import CutKey, Operation, StepTrace
 from lightning_autopipe.capture.replay import StageProgram, StageRun, TraceMismatchError, terms_of
 from lightning_autopipe.core.errors import CaptureError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
@@ -98,6 +98,9 @@ class Pipeline:
         self._split_batch = split_batch
         self._splits: dict[Hashable, BatchSplit] = {}
         self._store = CaptureStore(module, self.device)
+        self.unweighted_loss: Operation | None = (
+            None  # of the profile: ignores targets that the loss's weight does not know
+        )
         self.cut_points_after: tuple[int, ...] = ()  # of the profile: the layers behind the modules `cut_after`
         self._planning_trace: tuple[StepTrace, CutTable] | None = None
         self._layer_keys: tuple[CutKey, ...] = ()
@@ -132,6 +135,7 @@ class Pipeline:
         starts = [layer.start for layer in trace.layers]
         self.cut_points_after = tuple(starts.index(p) for p in positions_after(trace, table, cut_after))
         self._planning_trace = (trace, table)
+        self.unweighted_loss = None if trace.loss_index is None else trace.unweighted_loss(trace.loss_index)
         self._layer_keys = tuple(layer.key for layer in trace.layers)
         counted: set[str] = set()
         layers = []

@@ -101,6 +101,8 @@ def plan_pipeline(
     """
     profile = pipeline.profile(step_name, args, kwargs, cut_after=options.cut_after or ())
     batch_size = pipeline.batch_size(step_name, args, kwargs)
+    if step_name == "training_step" and communicator.global_rank == 0:
+        _warn_of_unknown_weight(pipeline)
     layout = communicator.layout
     if plan is None:
         sizes = resolve_sizes(
@@ -232,6 +234,18 @@ def _peek(loader: Any) -> Any:
         return loader.peek()
     except StopIteration:
         return NO_BATCH
+
+
+def _warn_of_unknown_weight(pipeline: Pipeline) -> None:
+    loss = pipeline.unweighted_loss
+    if loss is not None:
+        warnings.warn(
+            f"{loss.name} in {loss.module_path or 'training_step'} ignores some targets, but training_step returns a "
+            "loss that combines it with something else: over how many targets it is a mean is not known. Micro-batches "
+            "and replicas are weighted by their samples, which is another mean. Return "
+            '{"loss": loss, "loss_weight": n} with the number of targets that count',
+            stacklevel=2,
+        )
 
 
 def _warn_of_batch_norm(module: nn.Module, num_microbatches: int) -> None:

@@ -146,3 +146,22 @@ def test_two_replicas_weigh_by_tokens() -> None:
     run = run_pipelines(pipelines, batches)
     assert [[int(w) for w in outcome.weights] for outcome in run.outcomes] == [[1, 7, 3, 0], [5, 0, 2, 4]]
     assert_close(run, plain)
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_known"),
+    [
+        (lambda h, b: F.cross_entropy(h, b["label"]), True),
+        (lambda h, b: F.cross_entropy(h, b["label"]) * 0.5, True),
+        (lambda h, b: {"loss": F.cross_entropy(h, b["label"]) + h.mean(), "loss_weight": 4}, True),
+        (lambda h, b: F.cross_entropy(h, b["label"].clamp(min=0)) + h.mean(), True),  # ignores nothing
+        (lambda h, b: F.cross_entropy(h, b["label"]) + h.pow(2).mean(), False),
+        (lambda h, b: {"loss": F.mse_loss(h, h.detach() * 2) + F.cross_entropy(h, b["label"])}, False),
+    ],
+)
+def test_a_loss_that_hides_ignored_targets_is_noticed(loss: Callable[..., Any], is_known: bool) -> None:
+    module = Chain(loss).double()
+    pipeline = make_pipeline(module, (rows(), 0), num_stages=2, num_microbatches=2)
+    assert (pipeline.unweighted_loss is None) == is_known
+    if pipeline.unweighted_loss is not None:
+        assert pipeline.unweighted_loss.name == "cross_entropy"
