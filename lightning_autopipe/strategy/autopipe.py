@@ -14,6 +14,7 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import _set_rng_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
@@ -216,7 +217,11 @@ class AutoPipeStrategy(ModuleStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._termination is not None
-        self._termination.raise_if_asked(lambda is_asked: self.reduce_boolean_decision(is_asked, all=False))
+        try:
+            self._termination.raise_if_asked(lambda is_asked: self.reduce_boolean_decision(is_asked, all=False))
+        except SIGTERMException:
+            self._ends_together = True
+            raise
 
     def on_validation_start(self) -> None:
         self._sync_buffers()

@@ -52,6 +52,8 @@ class ProcessStrategy(ParallelStrategy):
         self._communicator: Communicator | None = None
         self._monitor: FailureMonitor | None = None
         self._random_state_at_start: dict[str, Any] | None = None
+        self._ends_together = False
+        """Whether all ranks have agreed to raise in this place: checkpoints can still be written."""
 
     # Processes ----------------------------------------------------------------
 
@@ -115,7 +117,8 @@ class ProcessStrategy(ParallelStrategy):
     def is_interrupted(self) -> bool:
         """Whether an exception is being handled: other ranks may be gone, so nothing may wait for them."""
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        is_interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+        return is_interrupted and not self._ends_together
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment and Lightning's rank-zero functions who this process is."""
@@ -155,12 +158,13 @@ class ProcessStrategy(ParallelStrategy):
         self._monitor.start()
 
     def on_exception(self, exception: BaseException) -> None:
-        if self._monitor is not None:
+        if self._monitor is not None and not self._ends_together:
             self._monitor.report(exception)
 
     def teardown(self) -> None:
         # All leave the run together: one that still fails would tell it to nobody, and the others wait in the next run.
         self.barrier("teardown")
+        self._ends_together = False
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None

@@ -157,7 +157,14 @@ class AsksToEnd(pl.Callback):
 
 
 def fit_until_asked_to_end() -> Any:
-    trainer = quiet_trainer(AutoPipeStrategy(timeout=60), num_processes=2, max_epochs=50, callbacks=[AsksToEnd()])
+    checkpoint = ModelCheckpoint(dirpath=os.environ["CHECKPOINTS"], save_on_exception=True)
+    trainer = quiet_trainer(
+        AutoPipeStrategy(timeout=60),
+        num_processes=2,
+        max_epochs=50,
+        callbacks=[AsksToEnd(), checkpoint],
+        enable_checkpointing=True,
+    )
     try:
         trainer.fit(seeded(MlpModule), datamodule=InOrder(regression_data(16), batch_size=4))
     except SIGTERMException:
@@ -165,5 +172,13 @@ def fit_until_asked_to_end() -> Any:
     return None
 
 
-def test_sigterm_on_one_rank_ends_all_after_the_same_batch() -> None:
-    assert run_processes(2, fit_until_asked_to_end, initialize_process_group=False) == [3, 3]
+def test_sigterm_on_one_rank_ends_all_after_the_same_batch(tmp_path: Any) -> None:
+    steps = run_processes(
+        2, fit_until_asked_to_end, initialize_process_group=False, environment={"CHECKPOINTS": str(tmp_path)}
+    )
+    assert steps == [3, 3]
+    # All ranks are there, so the callback that saves on exceptions gets the whole module.
+    (path,) = tmp_path.glob("*.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["global_step"] == 3
+    seeded(MlpModule).load_state_dict(checkpoint["state_dict"])
