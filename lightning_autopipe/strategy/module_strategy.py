@@ -14,12 +14,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.strategy.checkpoint import load_checked, save_atomically, whole_state_dict
 from lightning_autopipe.strategy.clipping import PipelineClipping
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.loader import PipelineLoader
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
+from lightning_autopipe.strategy.placement import fill_placeholders, is_whole
 from lightning_autopipe.strategy.predictions import unsilence_writers
 from lightning_autopipe.strategy.process_strategy import ProcessStrategy
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
@@ -46,6 +49,11 @@ class ModuleStrategy(ProcessStrategy):
         """The module as a pipeline."""
         assert self._session is not None, "setup comes first"
         return self._session
+
+    @property
+    def plan(self) -> PipelinePlan | None:
+        """The plan that the module runs by; None before the first batch. Save it to use it again."""
+        return None if self._session is None else self._session.current_plan
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -96,6 +104,7 @@ class ModuleStrategy(ProcessStrategy):
             else:
                 return
         else:
+            self._collect_parts(module)
             self.model = self.precision_plugin.convert_module(module)
         self._session = PipelineSession(
             module,
@@ -105,6 +114,16 @@ class ModuleStrategy(ProcessStrategy):
             groups=self._groups,
             device=self.root_device,
         )
+
+    def _collect_parts(self, module: pl.LightningModule) -> None:
+        """Makes a module usable that another strategy object has trained: rank 0 has all of it, others have parts."""
+        if not self.communicator.broadcast_in_world(is_whole(module)):
+            raise ConfigurationError(
+                "an earlier run with gather_after_fit=False has left each process a part of this module only; set "
+                "gather_after_fit=True there, or load a checkpoint into a new module"
+            )
+        if not is_whole(module):
+            fill_placeholders(module)  # global rank 0 sends the values before the first step
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
@@ -202,7 +221,10 @@ class ModuleStrategy(ProcessStrategy):
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        session = self._session
-        if session is not None and session.module is self.lightning_module:
+        session, module = self._session, self.lightning_module
+        assert module is not None
+        if session is not None and session.module is module:
             session.gather_everywhere()
+        else:
+            self._collect_parts(module)
         super().load_model_state_dict(checkpoint, strict=strict)

@@ -11,6 +11,22 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_autopipe.capture.absent import is_absent
+from lightning_autopipe.runtime.placement import fill_parameters
+
+
+def is_whole(module: nn.Module) -> bool:
+    """Whether this rank has every parameter."""
+    return not any(is_absent(parameter) for parameter in module.parameters())
+
+
+def fill_placeholders(module: nn.Module) -> None:
+    """Gives placeholders memory, whose content is still to come."""
+    empty = {
+        name: torch.zeros(parameter.shape, dtype=parameter.dtype)
+        for name, parameter in module.named_parameters()
+        if is_absent(parameter)
+    }
+    fill_parameters(module, empty)
 
 
 def move_module(module: nn.Module, device: torch.device) -> None:

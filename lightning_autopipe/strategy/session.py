@@ -70,6 +70,7 @@ class PipelineSession:
         self.is_placed = False
         """Whether some rank has placeholders. Rank 0 may be whole all the same, after a fit."""
         self.planned_step: str | None = None
+        self.current_plan: PipelinePlan | None = None
         self.optimizers: list[WholeOptimizer] = []
         self.total_weight = 0.0
         self._options = options
@@ -98,11 +99,6 @@ class PipelineSession:
         """Whether the step runs for a plan or a trace: nothing that it says or exchanges counts."""
         return self._is_planning or self.pipeline.tracing
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank has every parameter."""
-        return not any(is_absent(parameter) for parameter in self.module.parameters())
-
     # Before the first step ----------------------------------------------------
 
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -121,7 +117,7 @@ class PipelineSession:
         self._is_planning = True
         try:
             with self._running(step_name), torch.inference_mode(False):
-                plan = plan_pipeline(
+                self.current_plan = plan_pipeline(
                     self.pipeline,
                     self._options,
                     self._given_plan,
@@ -135,7 +131,7 @@ class PipelineSession:
             self._is_planning = False
         self.planned_step = step_name
         if self.communicator.global_rank == 0:
-            Console(width=None if Console().is_terminal else 120).print(plan_table(plan))
+            Console(width=None if Console().is_terminal else 120).print(plan_table(self.current_plan))
 
     def make_ready(self) -> None:
         """Leaves this rank its own part of the planned module, on its device. Collective over all ranks."""

@@ -12,13 +12,17 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from lightning_autopipe.strategy import AutoPipeStrategy
 from tests.strategy.modules import (
     InOrder,
     LanguageModule,
     MlpModule,
+    largest_difference,
+    quiet_trainer,
     regression_data,
     seeded,
     token_data,
+    values,
 )
 from tests.strategy.runs import Fit, Report, assert_same_result, fit_in_processes, fit_plain
 
@@ -205,6 +209,36 @@ def test_a_second_fit_and_evaluation_of_a_checkpoint(tmp_path: Path) -> None:
         assert first[0] == pytest.approx(plain.after[0][0], rel=1e-9)
         assert again[0] == pytest.approx(first[0], rel=1e-12)
         assert steps == plain.after[2]
+
+
+def with_another_trainer(trainer: Any, module: Any) -> Any:
+    data = InOrder(regression_data(24), regression_data(6, seed=1), batch_size=8, val_batch_size=3)
+    path = Path(trainer.default_root_dir) / "plan.json"
+    strategy: Any = "auto"
+    if isinstance(trainer.strategy, AutoPipeStrategy):
+        assert trainer.strategy.plan is not None
+        if trainer.is_global_zero:
+            trainer.strategy.plan.save(path)
+        trainer.strategy.barrier()
+        strategy = AutoPipeStrategy(plan=path)
+    other = quiet_trainer(strategy, num_processes=trainer.num_devices)
+    other.fit(module, datamodule=data)
+    results = other.validate(module, datamodule=data, verbose=False)
+    return results, values(module) if other.is_global_zero else None
+
+
+def test_another_trainer_goes_on_with_the_module_and_the_plan(tmp_path: Path) -> None:
+    fit = Fit(
+        module_class=MlpModule,
+        data=SGD_DATA,
+        trainer_options={"default_root_dir": str(tmp_path)},
+        after=with_another_trainer,
+    )
+    ranks = fit_in_processes({"fit": fit}, num_stages=2)["fit"]
+    expected_results, expected_values = fit_plain(fit).after
+    for rank in ranks:
+        assert rank.after[0][0] == pytest.approx(expected_results[0], rel=1e-9)
+    assert largest_difference(ranks[0].after[1], expected_values) < 1e-12
 
 
 def test_gather_after_fit_can_be_left_out() -> None:
