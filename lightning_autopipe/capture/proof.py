@@ -14,7 +14,8 @@ from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.preserve import preserved_state
 from lightning_autopipe.capture.records import Operation, StepTrace
-from lightning_autopipe.capture.replay import StageProgram, _CallTable, _Replay
+from lightning_autopipe.capture.replay import StageProgram, _Replay
+from lightning_autopipe.capture.treatment import Treatment
 from lightning_autopipe.core.errors import CaptureError
 
 _MAX_ATTEMPTS = 12
@@ -82,11 +83,21 @@ class _Proof(_Replay):
         self.index_of = {id(value.absent): value.index for value in program.trace.values}
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # type: ignore[override]
-        for module, table in self.program.tables:
-            stubs = {position: treatment for position, treatment in table.calls.items() if treatment.is_stub}
-            module.__dict__["forward"] = self._treated_forward(module.forward, _CallTable(calls=stubs))
-        with self:  # the caller's preserved_state puts the forwards back
-            step(*args, **kwargs)
+        self.program.active = self
+        for attributes, _, forward in self.program.treated_forwards(stubs_only=True):
+            attributes["forward"] = forward
+        try:
+            with self:  # the caller's preserved_state puts the forwards back
+                step(*args, **kwargs)
+        finally:
+            self.program.active = None
+
+    def treated_call(
+        self, treatment: Treatment, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not treatment.is_stub:
+            return original(*args, **kwargs)
+        return super().treated_call(treatment, original, args, kwargs)
 
     def _skip(self, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reads = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,12 +46,35 @@ class TraceMismatchError(CaptureError):
     can_retry = True
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _CallTable:
-    """What to do with the calls of one module, by the position at which they begin."""
+    """What to do with the calls of one module, by the position at which they begin, in the place of its forward."""
 
+    program: StageProgram
+    module: nn.Module
     calls: dict[int, Treatment] = field(default_factory=dict)
     layer_index: int | None = None  # keys the draws of this layer when the module is called by an unwatched one
+    before: Any = None  # the module's own attribute `forward`, where it has one
+    forward: Any = None
+
+    def build(self) -> None:
+        """Make the forward; again where the module's own has changed since."""
+        self.before = self.module.__dict__.get("forward")
+        program, calls, layer_index, original = self.program, self.calls, self.layer_index, self.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            replay = program.active
+            assert replay is not None
+            if replay.is_paused:
+                if layer_index is not None:
+                    replay.key_draws(layer_index)
+                return original(*args, **kwargs)
+            treatment = calls.get(replay.position)
+            if treatment is None:
+                return original(*args, **kwargs)
+            return replay.treated_call(treatment, original, args, kwargs)
+
+        self.forward = forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +135,25 @@ class StageProgram:
             )
         submodules = dict(module.named_modules())
         tables: dict[str, _CallTable] = {}
+
+        def table_of(path: str) -> _CallTable:
+            return tables.setdefault(path, _CallTable(self, submodules[path]))
+
         for treatment in self.treatments:
-            table_of_module = tables.setdefault(treatment.call.module_path, _CallTable())
-            table_of_module.calls[treatment.call.start] = treatment
+            table_of(treatment.call.module_path).calls[treatment.call.start] = treatment
         for position, path in keyed_modules.items():
-            tables.setdefault(path, _CallTable()).layer_index = self.layer_of_start[position]
-        self.tables = [(submodules[path], table_of_module) for path, table_of_module in tables.items()]
+            table_of(path).layer_index = self.layer_of_start[position]
+        self._tables = list(tables.values())
+        self.active: _Replay | None = None  # the run whose calls the modules' forwards serve
+
+    def treated_forwards(self, *, stubs_only: bool = False) -> Iterator[tuple[dict[str, Any], Any, Any]]:
+        """Give, for each module that is not called as usual, its attributes, its own `forward` there and the other."""
+        for table in self._tables:
+            attributes = table.module.__dict__
+            if table.forward is None or attributes.get("forward") is not table.before:
+                table.build()
+            if not stubs_only or any(treatment.is_stub for treatment in table.calls.values()):
+                yield attributes, table.before, table.forward
 
     def _watched(self) -> dict[int, frozenset[int] | None]:
         """Positions of own operations that replay has to see one by one, with the crossing values that they show."""
@@ -189,10 +225,10 @@ class _Replay(OperationMode):
         result = None
         finished = False
         try:
-            for module, table in program.tables:
-                attributes = module.__dict__
-                replaced.append((attributes, attributes.get("forward")))
-                attributes["forward"] = self._treated_forward(module.forward, table)
+            for attributes, before, forward in program.treated_forwards():
+                replaced.append((attributes, before))
+                attributes["forward"] = forward
+            program.active = self
             seed_python(self.key.derive("python"))
             for place, generator in program.generators:
                 seed_generator(generator, self.key.derive("generator", place))
@@ -206,6 +242,7 @@ class _Replay(OperationMode):
         except StageExit:
             pass
         finally:
+            program.active = None
             for attributes, before in replaced:
                 if before is None:
                     del attributes["forward"]
@@ -227,36 +264,30 @@ class _Replay(OperationMode):
 
     # ----- module calls
 
-    def _treated_forward(self, original: Callable[..., Any], table: _CallTable) -> Callable[..., Any]:
-        calls, layer_index = table.calls, table.layer_index
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.is_paused:
-                if layer_index is not None:
-                    self._key_draws(layer_index)
-                return original(*args, **kwargs)
-            treatment = calls.get(self.position)
-            if treatment is None:
-                return original(*args, **kwargs)
-            call = treatment.call
-            if treatment.is_stub:
-                self.position = call.stop
-                result = self._recorded_result(call)
-            else:
-                result = self.unwatched(original, args, kwargs)
-                self.position = call.stop
-                for path, index in call.activations:
-                    tensor = tree.get(result, path)
-                    self._tag(tensor)
-                    if index in self.sent_values:
-                        self.held[index] = tensor
-            self._arrive()
-            return result
-
-        return forward
+    def treated_call(
+        self, treatment: Treatment, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Pass over one module call: give its recorded result, or run it unwatched."""
+        call = treatment.call
+        if treatment.is_stub:
+            self.position = call.stop
+            result = self._recorded_result(call)
+        else:
+            result = self.unwatched(original, args, kwargs)
+            self.position = call.stop
+            for path, index in call.activations:
+                tensor = tree.get(result, path)
+                self._tag(tensor)
+                if index in self.sent_values:
+                    self.held[index] = tensor
+        self._arrive()
+        return result
 
     def _recorded_result(self, call: ModuleCall) -> Any:
         values, received = self.trace.values, self.received
+        if type(call.result) is ValueIndex:
+            tensor = received.get(call.result)
+            return values[call.result].absent if tensor is None else tensor
 
         def leaf(_: tree.LeafPath, obj: Any) -> Any:
             if isinstance(obj, ValueIndex):
@@ -423,9 +454,9 @@ class _Replay(OperationMode):
             if position >= self.stop and not self.program.is_last:
                 raise StageExit
             if layer_index is not None:
-                self._key_draws(layer_index)
+                self.key_draws(layer_index)
 
-    def _key_draws(self, layer_index: int) -> None:
+    def key_draws(self, layer_index: int) -> None:
         if layer_index != self.keyed_layer:  # a module's call begins where the operation before it ended
             self.keyed_layer = layer_index
             seed_torch(layer_seed(self.microbatch_seed, layer_index), self.program.device)
