@@ -1,11 +1,14 @@
 """What replay costs: a stage's forward and backward by replay, against the same step with the other blocks left out.
 
-Every case is measured against its peer in the same run, interleaved, by medians:
+Every case is measured against its peer in the same run, interleaved, by medians of the thread's CPU time:
 
 * the last half of a 24-layer GPT-2, and a middle stage of a U-Net: replay against the same step in which the blocks of
-  other stages are identities (at most 1.03x at 100 ms a stage and more, at most 30 microseconds a skipped module call);
-* the last of 100 operations of a flat forward: replay against calling that operation (at most 30 microseconds a skipped
-  operation).
+  other stages are identities. At 100 ms a stage and more the ratio may be 1.03. For tiny stages the cost of a skipped
+  module call is what one more of them adds: the case is measured with few and with many skipped blocks, each against
+  its peer, and may be 30 microseconds. What a stage costs however many are skipped (draws keyed anew in each layer, the
+  step's own operations) is shown as the fixed cost;
+* a flat forward of 100 operations, 90 of them skipped: replay against calling the last 10, at most 30 microseconds a
+  skipped operation.
 
 Run: python benchmarks/replay_overhead.py [--check] [--json FILE] [--repeats N]
 """
@@ -84,12 +87,18 @@ class Identity(nn.Module):
         return hidden
 
 
-def gpt2_case(hidden: int, batch: int, length: int, repeats: int) -> dict[str, Any]:
+def gpt2_case(hidden: int, batch: int, length: int, repeats: int, num_skipped: int = 12) -> dict[str, Any]:
     import transformers
 
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(
-        n_layer=24, n_embd=hidden, n_head=4, vocab_size=512, n_positions=length, bos_token_id=0, eos_token_id=0
+        n_layer=num_skipped + 12,
+        n_embd=hidden,
+        n_head=4,
+        vocab_size=512,
+        n_positions=length,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     config.use_cache = False
     model = transformers.GPT2LMHeadModel(config)
@@ -101,14 +110,14 @@ def gpt2_case(hidden: int, batch: int, length: int, repeats: int) -> dict[str, A
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
     trace, table = capture(model, step, (ids,))
-    start = next(call.start for call in trace.calls if call.module_path == "transformer.h.12")
+    start = next(call.start for call in trace.calls if call.module_path == f"transformer.h.{num_skipped}")
     stage = program(trace, table, model, step, (ids,), start, None)
     received = received_for(trace, stage)
     own = list(blocks)
 
     def peer() -> None:
         # The other half's blocks are identities and the embeddings give the received tensor.
-        for index in range(12):
+        for index in range(num_skipped):
             blocks[index] = identity
         drop = model.transformer.drop
         model.transformer.drop = Constant(received[0])
@@ -116,13 +125,13 @@ def gpt2_case(hidden: int, batch: int, length: int, repeats: int) -> dict[str, A
             step(ids).backward()
         finally:
             model.transformer.drop = drop
-            for index in range(12):
+            for index in range(num_skipped):
                 blocks[index] = own[index]
 
     identity = Identity()
-    num_skipped = 12 + 3  # blocks and the two embeddings with their dropout
     ours_s, peer_s = interleaved(replayed(stage, step, (ids,), received), peer, repeats)
-    return _result(f"gpt2-24 hidden {hidden}, last half", ours_s, peer_s, num_skipped, "module call")
+    name = f"gpt2 hidden {hidden}, last 12 of {num_skipped + 12} layers"
+    return _result(name, ours_s, peer_s, num_skipped + 3, "module call")  # and the two embeddings with their dropout
 
 
 class Constant(nn.Module):
@@ -137,17 +146,17 @@ class Constant(nn.Module):
 
 
 class UNet(nn.Module):
-    """Levels down and up with skips, several blocks a level."""
+    """Three levels down and up with skips, several blocks a level."""
 
-    def __init__(self, width: int, num_levels: int = 3, num_blocks: int = 4) -> None:
+    def __init__(self, width: int, num_outer_blocks: int) -> None:
         super().__init__()
 
-        def level(inputs: int) -> nn.ModuleList:
+        def level(inputs: int, num_blocks: int) -> nn.ModuleList:
             return nn.ModuleList([_unet_block(inputs if index == 0 else width, width) for index in range(num_blocks)])
 
         self.stem = nn.Conv2d(3, width, 1)
-        self.down = nn.ModuleList([level(width) for _ in range(num_levels)])
-        self.up = nn.ModuleList([level(2 * width) for _ in range(num_levels - 1)])
+        self.down = nn.ModuleList([level(width, n) for n in (num_outer_blocks, 4, 4)])
+        self.up = nn.ModuleList([level(2 * width, n) for n in (4, num_outer_blocks)])
 
     def forward(self, hidden: Tensor) -> Tensor:
         hidden = self.stem(hidden)
@@ -168,8 +177,8 @@ def _unet_block(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(2, outputs), nn.SiLU())
 
 
-def unet_case(width: int, size: int, repeats: int) -> dict[str, Any]:
-    model = UNet(width)
+def unet_case(width: int, size: int, repeats: int, num_outer_blocks: int = 4) -> dict[str, Any]:
+    model = UNet(width, num_outer_blocks)
     images = torch.randn(4, 3, size, size)
 
     def step(images: Tensor) -> Tensor:
@@ -181,7 +190,7 @@ def unet_case(width: int, size: int, repeats: int) -> dict[str, Any]:
     stage = program(trace, table, model, step, (images,), start, stop)
     received = received_for(trace, stage)
     pooled = min(received, key=Tensor.numel)
-    others = [(model.down[0], index) for index in range(4)] + [(model.up[1], index) for index in range(4)]
+    others = [(blocks, index) for blocks in (model.down[0], model.up[1]) for index in range(num_outer_blocks)]
 
     def peer() -> None:
         # The other stages' blocks are identities; the stem gives the skip's shape, pooling the received tensor.
@@ -211,7 +220,9 @@ def unet_case(width: int, size: int, repeats: int) -> dict[str, Any]:
     identity = Identity()
     skip = max(received, key=Tensor.numel)
     ours_s, peer_s = interleaved(replayed(stage, step, (images,), received), peer, repeats)
-    return _result(f"u-net width {width}, middle stage", ours_s, peer_s, len(others) + 1, "module call")
+    name = f"u-net width {width}, middle stage, {len(others)} other blocks"
+    # Replay leaves at the stage's end: only the blocks before it are skipped one by one.
+    return _result(name, ours_s, peer_s, num_outer_blocks + 1, "module call")
 
 
 class Flat(nn.Module):
@@ -252,7 +263,6 @@ def flat_case(repeats: int) -> dict[str, Any]:
 
 
 def _result(name: str, ours_s: float, peer_s: float, num_skipped: int, unit: str) -> dict[str, Any]:
-    microseconds = (ours_s - peer_s) / max(num_skipped, 1) * 1e6
     return {
         "case": name,
         "replay_s": ours_s,
@@ -260,7 +270,18 @@ def _result(name: str, ours_s: float, peer_s: float, num_skipped: int, unit: str
         "ratio": ours_s / peer_s,
         "num_skipped": num_skipped,
         "skipped_unit": unit,
-        "microseconds_per_skipped": microseconds,
+        "microseconds_per_skipped": (ours_s - peer_s) / num_skipped * 1e6,
+    }
+
+
+def with_marginal_cost(few: dict[str, Any], many: dict[str, Any]) -> dict[str, Any]:
+    """The case with many skipped calls, where a skipped one costs what it adds to the case with few."""
+    costs = [case["replay_s"] - case["peer_s"] for case in (few, many)]
+    marginal_s = (costs[1] - costs[0]) / (many["num_skipped"] - few["num_skipped"])
+    return {
+        **many,
+        "microseconds_per_skipped": marginal_s * 1e6,
+        "fixed_microseconds": (costs[0] - marginal_s * few["num_skipped"]) * 1e6,
     }
 
 
@@ -286,18 +307,20 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    small = options.repeats * 4
     results = [
         gpt2_case(hidden=256, batch=4, length=64, repeats=options.repeats),
-        gpt2_case(hidden=16, batch=1, length=8, repeats=options.repeats * 4),
-        unet_case(width=32, size=64, repeats=options.repeats),
-        unet_case(width=4, size=16, repeats=options.repeats * 4),
+        with_marginal_cost(*(gpt2_case(16, 1, 8, small, num_skipped=count) for count in (4, 12))),
+        unet_case(width=64, size=64, repeats=options.repeats),
+        with_marginal_cost(*(unet_case(4, 16, small, num_outer_blocks=count) for count in (4, 16))),
         flat_case(options.repeats),
     ]
     for result in results:
+        fixed = f", {result['fixed_microseconds']:.0f} us fixed" if "fixed_microseconds" in result else ""
         print(
-            f"{result['case']:45s} replay {result['replay_s'] * 1e3:8.2f} ms  peer {result['peer_s'] * 1e3:8.2f} ms  "
-            f"ratio {result['ratio']:.3f}  {result['microseconds_per_skipped']:7.1f} us per skipped "
-            f"{result['skipped_unit']} ({result['num_skipped']})"
+            f"{result['case']:45s} replay {result['replay_s'] * 1e3:7.2f} ms  peer {result['peer_s'] * 1e3:7.2f} ms  "
+            f"ratio {result['ratio']:.3f}  {result['microseconds_per_skipped']:.1f} us a skipped "
+            f"{result['skipped_unit']} ({result['num_skipped']}){fixed}"
         )
     if options.json:
         options.json.write_text(json.dumps(results, indent=2))
