@@ -16,6 +16,9 @@ from torch import Tensor
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.strategy.message import pack, unpack
 
+_HEAD_BYTES = 8
+_SHORT_BYTES = 8192
+
 
 class Communicator:
     """One rank's place in the layout, and its groups for objects. All groups work on host memory (gloo).
@@ -143,12 +146,26 @@ class Communicator:
         if group is None:
             return [value]
         message = pack(value)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
-        dist.all_gather(sizes, torch.tensor([message.numel()]), group=group)
-        longest = max(int(size.item()) for size in sizes)
-        padded = torch.nn.functional.pad(message, (0, longest - message.numel()))
-        messages = [torch.empty(longest, dtype=torch.uint8) for _ in ranks]
-        dist.all_gather(messages, padded, group=group)
+        # What is short, as a step's report mostly is, goes in one collective together with its size.
+        head = torch.zeros(_HEAD_BYTES + _SHORT_BYTES, dtype=torch.uint8)
+        head[:_HEAD_BYTES] = torch.tensor([message.numel()]).view(torch.uint8)
+        short = message[:_SHORT_BYTES]
+        head[_HEAD_BYTES : _HEAD_BYTES + short.numel()] = short
+        messages = _all_gather(head, len(ranks), group)
+        sizes = [int(other[:_HEAD_BYTES].view(torch.int64).item()) for other in messages]
+        messages = [other[_HEAD_BYTES:] for other in messages]
+        longest = max(sizes)
+        if longest > _SHORT_BYTES:
+            rest = torch.zeros(longest - _SHORT_BYTES, dtype=torch.uint8)
+            rest[: max(message.numel() - _SHORT_BYTES, 0)] = message[_SHORT_BYTES:]
+            rests = _all_gather(rest, len(ranks), group)
+            messages = [torch.cat(parts) for parts in zip(messages, rests, strict=True)]
         # Groups number their members by ascending global rank; stages run backwards over ranks.
         member_of = {rank: position for position, rank in enumerate(sorted(ranks))}
         return [value if rank == self.global_rank else unpack(messages[member_of[rank]], self.device) for rank in ranks]
+
+
+def _all_gather(message: Tensor, num_members: int, group: dist.ProcessGroup) -> list[Tensor]:
+    received = [torch.empty_like(message) for _ in range(num_members)]
+    dist.all_gather(received, message, group=group)
+    return received
