@@ -75,6 +75,8 @@ def run_fit(fit: Fit, folder: str) -> Report:
         strategy=fit.strategy or make_strategy(fit),
         accelerator="cpu",
         devices=fit.num_stages * fit.num_replicas,
+        # What several processes round otherwise, training magnifies; in double precision it stays small.
+        precision="64-true",
         max_epochs=fit.max_epochs,
         limit_train_batches=4,
         gradient_clip_val=1.0,

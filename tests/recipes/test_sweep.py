@@ -41,10 +41,11 @@ def sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     }
     command = [sys.executable, "-m", "recipes.train", "--multirun", *SMALL, "hydra.sweep.dir=sweep dir", *arguments]
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
 
 
+@pytest.mark.timeout(420)
 def test_a_sweep_over_pipelines_of_two_processes(tmp_path: Path) -> None:
     completed = sweep(tmp_path, "strategy.num_stages=1,2", "trainer.devices=${strategy.num_stages}")
     assert completed.returncode == 0, completed.stderr
