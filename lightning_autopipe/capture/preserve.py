@@ -70,7 +70,10 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Put back the content of every real tensor that was written."""
         for tensor, saved in reversed(list(self._saved.values())):
             with torch.inference_mode(tensor.is_inference()):
-                tensor.data.copy_(saved)
+                if tensor.shape == saved.shape:
+                    tensor.data.copy_(saved)
+                else:  # resized meanwhile
+                    tensor.data = saved
         self._saved.clear()
 
 

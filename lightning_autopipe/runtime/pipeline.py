@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -338,7 +339,9 @@ class Pipeline:
 
         def probe(batch: Any) -> frozenset[int] | None:
             try:
-                trace, _ = self._store.trace(step_name, (*batch[0], *args[1:]), batch[1])
+                with warnings.catch_warnings():  # of shapes that are tried only
+                    warnings.simplefilter("ignore")
+                    trace, _ = self._store.trace(step_name, (*batch[0], *args[1:]), batch[1])
             except CaptureError:
                 return None
             same_end = _kind_of_end(trace) == _kind_of_end(whole)

@@ -120,7 +120,7 @@ def test_a_pipeline_of_two_processes(tmp_path: Path, text_file: Path, launcher: 
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
     assert completed.returncode == 0, completed.stderr

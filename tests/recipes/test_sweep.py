@@ -45,7 +45,6 @@ def sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.timeout(420)
 def test_a_sweep_over_pipelines_of_two_processes(tmp_path: Path) -> None:
     completed = sweep(tmp_path, "strategy.num_stages=1,2", "trainer.devices=${strategy.num_stages}")
     assert completed.returncode == 0, completed.stderr
