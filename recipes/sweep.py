@@ -6,13 +6,17 @@ starts the command anew for each job, with the job's overrides and folder, and w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -60,10 +64,11 @@ def run_in_own_process(module: str) -> float | None:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         environ = os.environ | {_RESULT_FILE: str(result)}
-        completed = subprocess.run(command, env=environ, cwd=get_original_cwd(), check=False)
-        if completed.returncode != 0 or not result.exists():
+        with subprocess.Popen(command, env=environ, cwd=get_original_cwd()) as process, _passing_on_sigterm(process):
+            status = process.wait()
+        if status != 0 or not result.exists():
             raise SweepError(
-                f"Job {config.job.num} of the sweep ended with status {completed.returncode}. Its messages are above, "
+                f"Job {config.job.num} of the sweep ended with status {status}. Its messages are above, "
                 f"its folder is {config.runtime.output_dir}, and its command was: {' '.join(command)}"
             )
         value: float | None = json.loads(result.read_text(encoding="utf-8"))
@@ -76,6 +81,28 @@ def report_result(value: float | None) -> None:
     # The processes that Lightning starts besides inherit the variable.
     if path is not None and int(os.environ.get("LOCAL_RANK", "0")) == 0:
         Path(path).write_text(json.dumps(value), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _passing_on_sigterm(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End the job, and then this process, when this process is asked to end; a terminal asks both for Ctrl-C anyway."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # a launcher with threads: only the main one may handle signals
+        return
+    is_asked = False
+
+    def pass_on(signum: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        is_asked = True
+        process.send_signal(signum)
+
+    previous = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if is_asked:
+        sys.exit(128 + signal.SIGTERM)
 
 
 def _job_arguments() -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from hydra import compose, initialize_config_dir
 from recipes.evaluate import evaluate
 from recipes.launch import CONFIG_DIR, other_rank_overrides
 from recipes.train import train
+from tests.recipes.commands import run_command
 
 pytestmark = pytest.mark.filterwarnings(
     r"ignore:.*isinstance\(treespec, LeafSpec\)",
@@ -109,20 +108,7 @@ def test_a_pipeline_of_two_processes(tmp_path: Path, text_file: Path, launcher: 
         "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "recipes.train"],
     }
     settings = ("strategy.num_stages=2", "trainer.devices=2", "trainer.max_epochs=1", f"data.text_file={text_file}")
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(CONFIG_DIR).parent),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    completed = subprocess.run(
-        [*module[launcher], *SMALL, *settings],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    completed = run_command([*module[launcher], *SMALL, *settings], tmp_path)
     assert completed.returncode == 0, completed.stderr
     assert completed.stdout.count("Trained for 7 steps in 1 epochs") == 1
     (run_dir,) = (tmp_path / "logs" / "train" / "runs").iterdir()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from recipes.launch import CONFIG_DIR
 from recipes.sweep import SweepError, needs_own_process, report_result
+from tests.recipes.commands import end_command, run_command, start_command
 
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 SMALL = (
@@ -34,15 +35,11 @@ SMALL = (
 
 
 def sweep(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(CONFIG_DIR).parent),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    command = [sys.executable, "-m", "recipes.train", "--multirun", *SMALL, "hydra.sweep.dir=sweep dir", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
+    return run_command(sweep_command(*arguments), folder)
+
+
+def sweep_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "recipes.train", "--multirun", *SMALL, "hydra.sweep.dir=sweep dir", *arguments]
 
 
 def test_a_sweep_over_pipelines_of_two_processes(tmp_path: Path) -> None:
@@ -65,6 +62,23 @@ def test_a_job_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     assert "fewer than a batch of 5000" in completed.stderr
     assert "SweepError: Job 0 of the sweep ended with status 1." in completed.stderr
     assert completed.stdout.count("Trained for") == 1
+
+
+def test_a_sweep_that_is_asked_to_end_ends_its_job(tmp_path: Path) -> None:
+    settings = ("strategy.num_stages=1", "trainer.devices=1", "trainer.max_epochs=1000000", "seed=1,2")
+    process = start_command(sweep_command(*settings), tmp_path)
+    metrics = tmp_path / "sweep dir" / "0" / "csv" / "version_0" / "metrics.csv"
+    try:
+        deadline = time.monotonic() + 300
+        while not metrics.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+    finally:
+        # A job that goes on would hold the output open, and be waited for up to the limit.
+        completed = end_command(process, 90)
+    assert metrics.exists(), completed.stderr
+    assert completed.returncode not in (0, -signal.SIGKILL), completed.stderr
+    assert not (tmp_path / "sweep dir" / "1" / "csv").exists(), "no other job is started"
 
 
 @pytest.mark.parametrize(
