@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from lightning_autopipe.capture.cuts import CutTable, find_layers
 from lightning_autopipe.capture.draws import DrawKey
+from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.proof import proven_program
-from lightning_autopipe.capture.replay import StageProgram
 from lightning_autopipe.capture.trace import trace_step
 
 KEY = DrawKey(seed=0, step=0, replica_index=0, microbatch_index=0)

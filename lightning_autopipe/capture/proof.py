@@ -13,8 +13,9 @@ from lightning_autopipe.capture.absent import AbsentTensor
 from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.preserve import preserved_state
+from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.records import Operation, StepTrace
-from lightning_autopipe.capture.replay import StageProgram, _Replay
+from lightning_autopipe.capture.replay import Replay
 from lightning_autopipe.capture.treatment import Treatment
 from lightning_autopipe.core.errors import CaptureError
 
@@ -73,7 +74,7 @@ def _first_difference(
     return None if proof.position == len(program.trace.operations) else proof.position
 
 
-class _Proof(_Replay):
+class _Proof(Replay):
     """A replay that owns nothing and compares each operation in full."""
 
     def __init__(self, program: StageProgram) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.draws import DrawKey
-from lightning_autopipe.capture.replay import StageProgram, _Replay
+from lightning_autopipe.capture.program import StageProgram
+from lightning_autopipe.capture.replay import Replay
 from lightning_autopipe.core.errors import CaptureError
 from lightning_autopipe.profiling.stopwatch import Stopwatch
 
@@ -71,7 +72,7 @@ class LayerRunner:
             stopwatch.stop()
 
 
-class _LayerReplay(_Replay):
+class _LayerReplay(Replay):
     """A replay that tells a stopwatch where the layer begins and ends, logs nothing, and knows what itself costs."""
 
     def __init__(self, program: StageProgram, received: Sequence[Tensor], stopwatch: Stopwatch) -> None:

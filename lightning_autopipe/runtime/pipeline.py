@@ -16,8 +16,9 @@ from lightning_autopipe.capture.cuts import CutTable, positions_after
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.interception import current
 from lightning_autopipe.capture.preserve import preserved_random_state
+from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.records import CutKey, Operation, StepTrace
-from lightning_autopipe.capture.replay import StageProgram, StageRun, TraceMismatchError, terms_of
+from lightning_autopipe.capture.replay import StageRun, TraceMismatchError, terms_of
 from lightning_autopipe.core.errors import CaptureError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan

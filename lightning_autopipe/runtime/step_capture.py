@@ -24,9 +24,9 @@ from lightning_autopipe.capture.cuts import (
     positions_from_keys,
     positions_from_owners,
 )
+from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.proof import proven_program
 from lightning_autopipe.capture.records import CutKey, StepTrace
-from lightning_autopipe.capture.replay import StageProgram
 from lightning_autopipe.capture.trace import trace_step
 from lightning_autopipe.core.errors import PlanError
 

@@ -17,9 +17,9 @@ from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.capture.cuts import CutTable, find_layers
 from lightning_autopipe.capture.draws import DrawKey
+from lightning_autopipe.capture.program import StageProgram, bounds_to_ranges
 from lightning_autopipe.capture.proof import proven_program
 from lightning_autopipe.capture.records import StepTrace
-from lightning_autopipe.capture.replay import StageProgram, bounds_to_ranges
 from lightning_autopipe.capture.trace import trace_step
 from lightning_autopipe.runtime.placement import release_parameters
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_autopipe.capture.replay import _Replay
+from lightning_autopipe.capture.replay import Replay
 from lightning_autopipe.core.errors import CaptureError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.planner import make_plan
@@ -89,13 +89,13 @@ def test_a_wrong_replay_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(8)
     module = Network()
     pipeline, plan = planned(module, batch, 2)
-    original = _Replay.__init__
+    original = Replay.__init__
 
-    def scaled(self: _Replay, program: Any, received: Any, key: Any) -> None:
+    def scaled(self: Replay, program: Any, received: Any, key: Any) -> None:
         wrong = (tensor.detach().cumsum(0).requires_grad_() for tensor in received)
         original(self, program, tuple(wrong), key)
 
-    monkeypatch.setattr(_Replay, "__init__", scaled)
+    monkeypatch.setattr(Replay, "__init__", scaled)
     with pytest.raises(CaptureError, match=r"the loss differs from the uncut step .* verify=False"):
         verify_pipeline(pipeline, plan, step_name="training_step", args=(batch, 0), kwargs={})
 
