@@ -144,15 +144,16 @@ class AutoPipeStrategy(ModuleStrategy):
         return loader
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        if self.communicator.is_first_stage:
-            batch = super().batch_to_device(batch, device, dataloader_idx)
-        return self.communicator.broadcast_in_pipeline(batch, stage_index=0)
+        with self.naming_first_error():
+            if self.communicator.is_first_stage:
+                batch = super().batch_to_device(batch, device, dataloader_idx)
+            return self.communicator.broadcast_in_pipeline(batch, stage_index=0)
 
     # Steps --------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready(TRAINING_STEP, args, kwargs)
-        with self.precision_plugin.train_step_context():
+        with self.naming_first_error(), self.precision_plugin.train_step_context():
             return self.session.run_training_step(
                 args,
                 kwargs,
@@ -162,17 +163,17 @@ class AutoPipeStrategy(ModuleStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready("validation_step", args, kwargs)
-        with self.precision_plugin.val_step_context():
+        with self.naming_first_error(), self.precision_plugin.val_step_context():
             return self.session.run_evaluation_step("validation_step", args, kwargs, step=self._evaluated_batches())
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready("test_step", args, kwargs)
-        with self.precision_plugin.test_step_context():
+        with self.naming_first_error(), self.precision_plugin.test_step_context():
             return self.session.run_evaluation_step("test_step", args, kwargs, step=self._evaluated_batches())
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready("predict_step", args, kwargs)
-        with self.precision_plugin.predict_step_context():
+        with self.naming_first_error(), self.precision_plugin.predict_step_context():
             return self.session.run_prediction_step(
                 args,
                 kwargs,
@@ -190,9 +191,10 @@ class AutoPipeStrategy(ModuleStrategy):
         session = self.session
         if session.is_ready:
             return
-        if session.planned_step is None:
-            self._plan_from(step_name, args, kwargs)
-        session.make_ready()
+        with self.naming_first_error():
+            if session.planned_step is None:
+                self._plan_from(step_name, args, kwargs)
+            session.make_ready()
         for loader in self._loaders:
             loader.forget_first()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -156,6 +157,12 @@ class ProcessStrategy(ParallelStrategy):
         )
         self._monitor = FailureMonitor(self.layout)
         self._monitor.start()
+
+    def naming_first_error(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which an error that another rank's failure has caused is raised as that failure."""
+        if self._monitor is None or self._ends_together:
+            return contextlib.nullcontext()
+        return self._monitor.guard()
 
     def on_exception(self, exception: BaseException) -> None:
         if self._monitor is not None and not self._ends_together:
