@@ -120,6 +120,9 @@ def test_an_exception_ends_all_processes_and_is_shown_on_rank_zero(how: str, tmp
     if how in ("forward", "backward"):
         assert "stage 1" in shown, describe(outcomes)
         assert "micro-batch 0" in shown, describe(outcomes)
+        # What a terminal ends with is the cause, not what followed from it.
+        last_line = (outcomes[0].traceback or "").strip().splitlines()[-1]
+        assert f"a reason in {how}" in last_line, describe(outcomes)
     # A checkpoint of one stage would be worse than none.
     assert not list(tmp_path.glob("*.ckpt"))
 
