@@ -127,10 +127,15 @@ def _refuse_ambiguous(batch: Any, units: Mapping[tree.LeafPath, Any], split: Bat
     if len(paths) < 2:
         return  # the only leaf that the step computes with has the samples
     ambiguous = []
+    # A mask that hides nothing may be dropped by the model before anything depends on its size.
+    masks = {path: mask for path in paths if (mask := _masking_something(units[path])) is not None}
+    with_masks, has_masks = {**units, **masks}, bool(masks)
     for path in paths:
         whole = BatchSplit(dims={p: d for p, d in split.dims.items() if p != path})
         # A leaf from which each sample takes its own row (an attention mask) runs with more rows, but not with fewer.
-        if _runs(batch, units, whole, probe) is not None and _runs(batch, units, split, probe, fewer=path) is not None:
+        if _runs(batch, units, whole, probe) is None or _runs(batch, units, split, probe, fewer=path) is None:
+            continue
+        if not has_masks or _runs(batch, with_masks, split, probe, fewer=path) is not None:
             ambiguous.append(path)
     if ambiguous:
         told = ", ".join(f"{_told(path)} of shape {tuple(units[path].shape)}" for path in ambiguous)
@@ -140,6 +145,15 @@ def _refuse_ambiguous(batch: Any, units: Mapping[tree.LeafPath, Any], split: Bat
             f"meaning cannot be told from shapes. Say it: split_batch={{{name!r}: {dim}}} if {name} has one entry a "
             f"sample, split_batch={{{name!r}: None}} if not."
         )
+
+
+def _masking_something(leaf: Any) -> Tensor | None:
+    """A mask of ones and zeros with a zero in each row; None for what is no mask."""
+    if not isinstance(leaf, Tensor) or leaf.dim() < 2 or not bool(((leaf == 1) | (leaf == 0)).all()):
+        return None
+    mask = leaf.clone()
+    mask[..., -1] = 0
+    return mask
 
 
 def _runs(

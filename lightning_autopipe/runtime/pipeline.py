@@ -345,8 +345,11 @@ class Pipeline:
                     trace, _ = self._store.trace(step_name, (*batch[0], *args[1:]), batch[1])
             except CaptureError:
                 return None
-            same_end = _kind_of_end(trace) == _kind_of_end(whole)
-            return trace.inputs_read if same_end and len(trace.operations) == len(whole.operations) else None
+            if _kind_of_end(trace) != _kind_of_end(whole):
+                return None
+            # Where the whole batch's trace ended early, an error of shapes may look alike: it comes at another place.
+            same_place = whole.end_reason is None or len(trace.operations) == len(whole.operations)
+            return trace.inputs_read if same_place else None
 
         return find_split((args[:1], kwargs), probe, given=self._split_batch)
 

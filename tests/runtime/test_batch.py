@@ -210,3 +210,29 @@ def test_a_later_batch_of_another_size_is_split_alike() -> None:
     for num_samples, sizes in ((6, (2, 2, 1, 1)), (4, (1, 1, 1, 1)), (2, (1, 1)), (1, (1,)), (9, (3, 2, 2, 2))):
         batch = {"x": torch.ones(num_samples, 4).double()}
         assert pipeline.run("training_step", (batch, 0), {}, training=True, step=0).sizes == sizes
+
+
+class Masked(nn.Module):
+    """Drops a mask that hides nothing, as `transformers` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        h = self.embedding(batch["ids"])
+        mask = None if batch["mask"].all() else batch["mask"][:, None].bool()
+        h = F.scaled_dot_product_attention(h, h, h, attn_mask=mask)
+        return F.cross_entropy(self.head(h).transpose(1, 2), batch["ids"])
+
+
+@pytest.mark.parametrize("hidden_row", [None, 5])
+def test_a_mask_that_hides_nothing_in_the_first_rows(hidden_row: int | None) -> None:
+    torch.manual_seed(0)
+    module = Masked().double()
+    mask = torch.ones(6, 7, dtype=torch.long)
+    if hidden_row is not None:
+        mask[hidden_row, 4:] = 0
+    batch = {"ids": torch.randint(0, 5, (6, 7), generator=torch.Generator().manual_seed(0)), "mask": mask}
+    assert_close(run_once(module, batch, num_stages=2, num_microbatches=3), run_plain(module, batch))
