@@ -177,6 +177,9 @@ class StepTrace:
         value = self.values[loss_index]
         while True:
             maker = self.operations[value.maker]
+            writers = [op for op in self.operations[value.maker + 1 :] if value.storage in op.written_storages]
+            if any(op.function not in KEEPS_COUNT or len(op.reads) != 1 for op in writers):
+                break
             if maker.is_mean_loss:
                 return None
             if maker.function not in KEEPS_COUNT or len(maker.reads) != 1:

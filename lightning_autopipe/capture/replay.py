@@ -21,7 +21,7 @@ from lightning_autopipe.capture.draws import (
     seeded,
 )
 from lightning_autopipe.capture.interception import OperationMode, value_arguments
-from lightning_autopipe.capture.losses import KEEPS_COUNT, num_terms
+from lightning_autopipe.capture.losses import KEEPS_COUNT, MEAN_LOSSES, num_terms
 from lightning_autopipe.capture.records import ModuleCall, Operation, ValueIndex
 from lightning_autopipe.capture.treatment import Treatment
 from lightning_autopipe.core.errors import CaptureError
@@ -238,8 +238,7 @@ class Replay(OperationMode):
 
     def _terms(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Number of terms of a known mean loss, kept through scaling by constants."""
-        position = self.position - 1
-        if position < self.num_operations and self.operations[position].is_mean_loss:
+        if function in MEAN_LOSSES:
             return num_terms(function, args, kwargs)
         if function in KEEPS_COUNT and args and isinstance(args[0], Tensor) and args[0].dim() == 0:
             if not self._takes_activation(args[1:]):
@@ -249,7 +248,7 @@ class Replay(OperationMode):
     def _tag(self, result: Any, terms: Tensor | None = None) -> None:
         if isinstance(result, Tensor):
             setattr(result, _RUN, self.run_number)
-            if terms is not None:
+            if terms is not None or hasattr(result, _TERMS):  # the latter: a loss that was written in place
                 setattr(result, _TERMS, terms)
         elif tree.is_container(result):
             for _, tensor in tree.tensors(result):

@@ -156,6 +156,8 @@ def test_two_replicas_weigh_by_tokens() -> None:
         (lambda h, b: {"loss": F.cross_entropy(h, b["label"]) + h.mean(), "loss_weight": 4}, True),
         (lambda h, b: F.cross_entropy(h, b["label"].clamp(min=0)) + h.mean(), True),  # ignores nothing
         (lambda h, b: F.cross_entropy(h, b["label"]) + h.pow(2).mean(), False),
+        (lambda h, b: F.cross_entropy(h, b["label"]).mul_(0.5), True),
+        (lambda h, b: F.cross_entropy(h, b["label"]).add_(h.pow(2).mean()), False),
         (lambda h, b: {"loss": F.mse_loss(h, h.detach() * 2) + F.cross_entropy(h, b["label"])}, False),
     ],
 )
@@ -165,3 +167,36 @@ def test_a_loss_that_hides_ignored_targets_is_noticed(loss: Callable[..., Any], 
     assert (pipeline.unweighted_loss is None) == is_known
     if pipeline.unweighted_loss is not None:
         assert pipeline.unweighted_loss.name == "cross_entropy"
+
+
+def logs_its_value(loss: Tensor) -> Tensor:
+    """What users write for the progress bar: it ends the trace."""
+    float(loss.detach())
+    return loss
+
+
+def gains_a_term(h: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    loss = F.cross_entropy(h, batch["label"])
+    loss += h.pow(2).mean()
+    return loss
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda h, b: logs_its_value(F.mse_loss(h, torch.zeros_like(h))),
+        lambda h, b: logs_its_value(F.cross_entropy(h, b["label"])) * 0.5,
+        lambda h, b: logs_its_value(h.pow(2).mean()) + h.abs().mean() - F.l1_loss(h, torch.ones_like(h)).item() * 0,
+        lambda h, b: F.cross_entropy(h, b["label"].clamp(min=0)) + logs_its_value(h.pow(2).mean()),
+    ],
+)
+def test_a_loss_whose_value_the_step_reads(loss: Callable[..., Any], num_stages: int) -> None:
+    module = Chain(loss).double()
+    assert_close(run_once(module, rows(), num_stages=num_stages, num_microbatches=3), run_plain(module, rows()))
+
+
+def test_a_loss_that_is_written_in_place_loses_its_number_of_terms() -> None:
+    module = Chain(gains_a_term).double()
+    run = run_once(module, rows(), num_stages=2, num_microbatches=2)
+    assert [float(weight) for weight in run.outcomes[0].weights] == [4.0, 3.0]
