@@ -113,6 +113,7 @@ class PreservedState:
 
     def __init__(self, module: nn.Module) -> None:
         self.observer = DispatchObserver()
+        self._module = module
         self._attributes = [(sub, dict(sub.__dict__)) for sub in module.modules()]
         self._generators = [(generator, generator_state(generator)) for _, generator in kept_generators(module)]
         self._containers: dict[int, tuple[Any, Any]] = {}
@@ -140,6 +141,28 @@ class PreservedState:
                 return True
         return any(not _same_items(value, copy) for value, copy in self._containers.values())
 
+    def restore_early_changes(self, later: PreservedState) -> dict[str, Any]:
+        """Put back what has changed up to the time of `later` and not since; give what has changed since, by name."""
+        late: dict[str, Any] = {}
+        paths = {id(sub): path for path, sub in self._module.named_modules()}
+        then = {id(sub): attributes for sub, attributes in later._attributes}
+        for sub, before in self._attributes:
+            now, early = dict(sub.__dict__), then.get(id(sub), {})
+            for name in {*now, *before}:
+                if name in _MODULE_REGISTRIES or name == "forward":
+                    continue
+                if _is_same(now.get(name), early.get(name)):
+                    _put(sub.__dict__, name, before)
+                else:
+                    late[f"{paths[id(sub)]}.{name}".lstrip(".")] = now.get(name)
+        late_containers = [value for value, copy in later._containers.values() if not _same_items(value, copy)]
+        if late_containers:
+            late["the content of a list, dict, set or deque"] = None
+        for value, copy in self._containers.values():
+            if not any(value is other for other in late_containers):
+                _refill(value, copy)
+        return late
+
     def restore(self) -> None:
         """Put everything back, in place, so that other references to a container see it too."""
         self.observer.undo()
@@ -149,12 +172,27 @@ class PreservedState:
             sub.__dict__.clear()
             sub.__dict__.update(attributes)
         for value, copy in self._containers.values():
-            if not _same_items(value, copy):
-                value.clear()
-                if isinstance(value, (dict, set)):
-                    value.update(copy)
-                else:
-                    value.extend(copy)
+            _refill(value, copy)
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b)
+
+
+def _put(attributes: dict[str, Any], name: str, before: dict[str, Any]) -> None:
+    if name in before:
+        attributes[name] = before[name]
+    else:
+        attributes.pop(name, None)
+
+
+def _refill(value: Any, copy: Any) -> None:
+    if not _same_items(value, copy):
+        value.clear()
+        if isinstance(value, (dict, set)):
+            value.update(copy)
+        else:
+            value.extend(copy)
 
 
 def _same_items(value: Any, copy: Any) -> bool:

@@ -62,7 +62,7 @@ def proven_program(
 def _first_difference(
     program: StageProgram, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int | None:
-    proof = _Proof(program)
+    proof = Proof(program)
     with preserved_state(program.module):
         try:
             proof.run(step, args, kwargs)
@@ -74,7 +74,7 @@ def _first_difference(
     return None if proof.position == len(program.trace.operations) else proof.position
 
 
-class _Proof(Replay):
+class Proof(Replay):
     """A replay that owns nothing and compares each operation in full."""
 
     def __init__(self, program: StageProgram) -> None:
@@ -112,7 +112,7 @@ class _Proof(Replay):
             v for v in op.reads if not self.trace.values[v].in_arguments and self.trace.values[v].slot is not None
         ]
         same_reads = [v for v in dict.fromkeys(reads) if v in op.reads] == recorded and set(reads) <= set(op.reads)
-        if not same_reads or not _same_constants(constants, op.constants):
+        if not same_reads or not same_constants(constants, op.constants):
             self.position = op.index
             raise CaptureError(f"operation {op.index} ({op.name}) has other inputs than when it was traced")
         return super()._skip(op, args, kwargs)
@@ -124,7 +124,8 @@ class _Proof(Replay):
 _NO_DRAWS = DrawKey(seed=0, step=0, replica_index=0, microbatch_index=0)
 
 
-def _same_constants(now: list[Any], recorded: tuple[Any, ...]) -> bool:
+def same_constants(now: list[Any], recorded: tuple[Any, ...]) -> bool:
+    """Tell whether an operation's plain arguments are the recorded ones; objects of other kinds count as equal."""
     if len(now) != len(recorded):
         return False
     for a, b in zip(now, recorded, strict=True):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.carried import CarriedState
 from lightning_autopipe.capture.cuts import CutTable, positions_after
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.interception import current
@@ -100,6 +101,7 @@ class Pipeline:
         self._split_batch = split_batch
         self._splits: dict[Hashable, BatchSplit] = {}
         self._store = CaptureStore(module, self.device)
+        self._carried: CarriedState | None = None
         self.unweighted_loss: Operation | None = (
             None  # of the profile: ignores targets that the loss's weight does not know
         )
@@ -137,6 +139,7 @@ class Pipeline:
         starts = [layer.start for layer in trace.layers]
         self.cut_points_after = tuple(starts.index(p) for p in positions_after(trace, table, cut_after))
         self._planning_trace = (trace, table)
+        self._carried = self._store.carried_state(trace, table, step_name, args, kwargs)
         self.unweighted_loss = None if trace.loss_index is None else trace.unweighted_loss(trace.loss_index)
         self._layer_keys = tuple(layer.key for layer in trace.layers)
         counted: set[str] = set()
@@ -204,13 +207,21 @@ class Pipeline:
 
         Raises:
             PlanError: the plan is for another module, another step or another layout.
+            CaptureError: the step keeps state that a stage of this plan would not see.
         """
         planned = self._planning_trace
         assert planned is not None, "profile() comes first"
         plan.require(module_fingerprint=self.module_fingerprint, world_size=self.layout.world_size)
         if plan.layout != self.layout:
             raise PlanError(f"The plan's layout is {plan.layout}, but the pipeline runs as {self.layout}.")
-        self._store.set_cuts(*planned, [plan.layers[index].name for index in plan.partition.cut_points])
+        positions = self._store.set_cuts(*planned, [plan.layers[index].name for index in plan.partition.cut_points])
+        if positions and self._carried is not None and self._carried.first_use < positions[-1]:
+            raise CaptureError(
+                f"The step sets {', '.join(self._carried.names)} and uses it in its next call, before the last of "
+                f"{self.num_stages} stages begins. Stages leave the step at their last cut and would not see the new "
+                "value. Set it in a hook (on_train_batch_end, say) or at the step's beginning, derive it from batch_idx "
+                "or global_step, or set num_stages=1."
+            )
         self._planning_trace = None
 
     def in_process(self, *, is_cut: bool = True) -> Pipeline:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.carried import CarriedState, find_carried_state
 from lightning_autopipe.capture.cuts import (
     CutTable,
     check_owners,
@@ -82,8 +83,18 @@ class CaptureStore:
         trace.layers = find_layers(trace, table, positions_after(trace, table, cut_after))
         return trace, table
 
-    def set_cuts(self, trace: StepTrace, table: CutTable, names: Sequence[str]) -> None:
+    def carried_state(
+        self, trace: StepTrace, table: CutTable, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CarriedState | None:
+        """Find what the step carries from one call to the next in plain attributes."""
+        with self.silent():
+            step = getattr(self.module, step_name)
+            return find_carried_state(trace, table, self.module, step, args, kwargs, device=self.device)
+
+    def set_cuts(self, trace: StepTrace, table: CutTable, names: Sequence[str]) -> list[int]:
         """Fix the cuts by the names of the layers that begin there, and with them the owner of every parameter.
+
+        Gives their positions in this trace.
 
         Raises:
             PlanError: the traced step has no such place, or cannot be cut there.
@@ -105,6 +116,7 @@ class CaptureStore:
                     owners.setdefault(name, set()).add(stage_index)
         self.owners = {name: frozenset(stages) for name, stages in owners.items()}
         self._captures.clear()
+        return positions
 
     def share_cuts(self, other: CaptureStore) -> None:
         """Cut as another store of the same module does."""
