@@ -218,9 +218,9 @@ class Pipeline:
         if positions and self._carried is not None and self._carried.first_use < positions[-1]:
             raise CaptureError(
                 f"The step sets {', '.join(self._carried.names)} and uses it in its next call, before the last of "
-                f"{self.num_stages} stages begins. Stages leave the step at their last cut and would not see the new "
-                "value. Set it in a hook (on_train_batch_end, say) or at the step's beginning, derive it from batch_idx "
-                "or global_step, or set num_stages=1."
+                f"{self.num_stages} stages begins. Stages leave the step at their last cut and would not see the "
+                "new value. Set it in a hook (on_train_batch_end, say) or at the step's beginning, derive it from "
+                "batch_idx or global_step, or set num_stages=1."
             )
         self._planning_trace = None
 

@@ -130,8 +130,17 @@ class PipelineSession:
         finally:
             self._is_planning = False
         self.planned_step = step_name
+        self._share_step_metrics()
         if self.communicator.global_rank == 0:
             Console(width=None if Console().is_terminal else 120).print(plan_table(self.current_plan))
+
+    def _share_step_metrics(self) -> None:
+        """Tells every rank which metrics are logged by step: one that has run the step for real may know of more."""
+        paths = {id(submodule): path for path, submodule in self.module.named_modules()}
+        known = [paths[metric] for metric in self.recorder.step_metrics if metric in paths]
+        shared = self.communicator.broadcast_in_world(sorted(known))
+        self.recorder.step_metrics.clear()
+        self.recorder.step_metrics.update(id(self.module.get_submodule(path)) for path in shared)
 
     def make_ready(self) -> None:
         """Leaves this rank its own part of the planned module, on its device. Collective over all ranks."""
