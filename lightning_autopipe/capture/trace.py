@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import (
-    AbsentTensor,
     AbsentValueError,
     computing_shapes,
     is_absent,
@@ -24,7 +23,8 @@ from lightning_autopipe.capture.absent import (
 from lightning_autopipe.capture.interception import OperationMode, value_arguments
 from lightning_autopipe.capture.losses import MEAN_LOSSES, ignores_targets
 from lightning_autopipe.capture.preserve import DispatchObserver, preserved_state
-from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, Value, ValueIndex, function_name
+from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, ValueIndex, function_name
+from lightning_autopipe.capture.values import ValueTable
 from lightning_autopipe.core.errors import CaptureError
 
 # Functions that give no tensor and write none, and still must run on one stage only.
@@ -41,7 +41,6 @@ _METADATA = frozenset(
     }
     | {getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim", "is_cuda", "requires_grad")}
 )
-_META = torch.device("meta")
 _TORCH_CHECKPOINT = "torch/utils/checkpoint.py"
 _TORCH_MODULE = "torch/nn/modules/module.py"
 _OWN_CODE = ("lightning_autopipe/capture/", "torch/", "lightning/pytorch/", "pytorch_lightning/", "torchmetrics/")
@@ -73,10 +72,10 @@ def trace_step(
     while True:  # a buffer that the step writes is seen only at its first write; begin again with it known
         tracer = _Tracer(module, written_buffers, step_name, device)
         trace = tracer.run(step, args, kwargs)
-        if tracer.written_buffers <= written_buffers:
+        if tracer.table.written_buffers <= written_buffers:
             trace.seconds = time.perf_counter() - begin
             return trace
-        written_buffers |= tracer.written_buffers
+        written_buffers |= tracer.table.written_buffers
 
 
 class _Tracer(OperationMode):
@@ -86,28 +85,12 @@ class _Tracer(OperationMode):
         super().__init__()
         self.module = module
         self.step_name = step_name
-        self.device = device
-        self.parameter_names = {id(p): name for name, p in module.named_parameters()}
         self.trainable = {name for name, p in module.named_parameters() if p.requires_grad}
-        self.buffer_storages = {
-            _storage_key(b): name for name, b in module.named_buffers() if not is_absent(b) and b.numel() > 0
-        }
-        self.written_buffers = written_buffers
-        self.parameter_storages = {_storage_key(p): name for name, p in module.named_parameters() if not is_absent(p)}
-        self.written_parameters: set[str] = set()
-        self.state_names = dict(self.parameter_names)
-        self.state_names.update({id(b): n for n, b in module.named_buffers() if n in written_buffers})
+        self.table = ValueTable(module, written_buffers, device)
         self.operations: list[Operation] = []
-        self.values: list[Value] = []
         self.calls: list[ModuleCall] = []
         self.metadata_functions: set[Any] = set()
         self.draw_functions: set[Any] = set()
-        self._value_of: dict[int, Value] = {}
-        self._alive: list[Any] = []  # keeps objects whose id() is a key
-        self._shadows: dict[int, AbsentTensor] = {}
-        self._real_of: dict[int, Tensor] = {}
-        self._bases: dict[int, Tensor] = {}  # real storage -> meta base that its shadows share
-        self._activation_storages: dict[int, int] = {}  # real storage -> position of its first write
         self._regions: list[FrameType] = []
         self._call: ModuleCall | None = None
         self._failure: tuple[Exception, str] | None = None  # and the path of the innermost module that it left
@@ -128,9 +111,9 @@ class _Tracer(OperationMode):
             try:
                 with self:
                     result = step(*args, **kwargs)
-                used_at_end = {v for _, t in tree.tensors(result) if (v := self._index_of(t)) is not None}
+                used_at_end = self.table.indices_in(result)
                 loss = result.get("loss") if isinstance(result, Mapping) and "loss_weight" not in result else result
-                loss_index = self._index_of(loss) if isinstance(loss, Tensor) else None
+                loss_index = self.table.index_of(loss) if isinstance(loss, Tensor) else None
             except Exception as error:
                 end_reason = self._explain_end(error)
                 used_at_end = self._held_by_step(error)
@@ -138,12 +121,12 @@ class _Tracer(OperationMode):
             changed = state.modules_changed()
             reassigned = self._note_reassigned_buffers()
         for index in used_at_end:
-            self.values[index].reads.append(len(self.operations))
+            self.table.values[index].reads.append(len(self.operations))
         if not self.operations:
             raise CaptureError(f"{self.step_name} uses no parameter of the module: there is nothing to pipeline.")
         return StepTrace(
             operations=self.operations,
-            values=self.values,
+            values=self.table.values,
             calls=self.calls,
             metadata_functions=frozenset(self.metadata_functions),
             draw_functions=frozenset(self.draw_functions),
@@ -152,23 +135,19 @@ class _Tracer(OperationMode):
             end_reason=end_reason,
             modules_changed=changed,
             parameter_elements={name: p.numel() for name, p in self.module.named_parameters()},
-            state_names=self.state_names,
+            state_names=self.table.state_names,
             inputs_read=frozenset(self._inputs_read),
             reassigned_buffers=reassigned,
-            written_parameters=frozenset(self.written_parameters),
+            written_parameters=frozenset(self.table.written_parameters),
         )
 
     def _note_reassigned_buffers(self) -> tuple[str, ...]:
         """Buffers in whose place the step put an activation belong to the stage that makes it, as written ones do."""
-        names = []
-        for name, buffer in self.module.named_buffers():
-            value = self._value_of.get(id(buffer))
-            if value is not None and id(buffer) not in self.state_names:
-                names.append(name)
-                maker = self.operations[value.maker]
-                maker.buffers = tuple(dict.fromkeys((*maker.buffers, name)))
-        self.written_buffers |= frozenset(names)
-        return tuple(names)
+        reassigned = self.table.reassigned(dict(self.module.named_buffers()))
+        for name, value in reassigned.items():
+            maker = self.operations[value.maker]
+            maker.buffers = tuple(dict.fromkeys((*maker.buffers, name)))
+        return tuple(reassigned)
 
     def _explain_end(self, error: Exception) -> str:
         """Decide whether the step may end here; if parameters are still to come, it is an error."""
@@ -197,7 +176,7 @@ class _Tracer(OperationMode):
         while trace is not None and frame_number < 2:  # frame 0 is ours, frame 1 the user's step
             if frame_number == 1:
                 for value in trace.tb_frame.f_locals.values():
-                    held |= {v for _, t in tree.tensors(value) if (v := self._index_of(t)) is not None}
+                    held |= self.table.indices_in(value)
             trace = trace.tb_next
             frame_number += 1
         return held
@@ -250,17 +229,17 @@ class _Tracer(OperationMode):
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         found = list(tree.tensors((args, kwargs)))
         values = tree.tensors(value_arguments(function, args, kwargs))
-        if not any(self._is_activation(t) for _, t in values):
+        if not any(self.table.is_activation(t) for _, t in values):
             return self._outside(function, args, kwargs, run)
         for path, tensor in found:
-            if is_absent(tensor) and self._index_of(tensor) is None and id(tensor) not in self.state_names:
+            if self.table.is_of_unknown_origin(tensor):
                 raise CaptureError(
                     f"{function_name(function)} in {self._module_path() or self.step_name} takes a tensor of shape "
                     f"{tuple(tensor.shape)} whose origin the trace did not see (argument {path}): it was made inside "
                     "TorchScript, vmap or a compiled function, or kept from an earlier step."
                 )
         is_custom = isinstance(function, type)  # its code may use tensors that it is not given
-        run_args, run_kwargs = tree.map_tensors(self._absent_form, (args, kwargs))
+        run_args, run_kwargs = tree.map_tensors(self.table.absent_form, (args, kwargs))
         self._observer.begin(note_inputs=is_custom)
         try:
             was_paused, self.is_paused = self.is_paused, True
@@ -271,7 +250,7 @@ class _Tracer(OperationMode):
             finally:
                 self.is_paused = was_paused
         except AbsentValueError:
-            if all(self._is_buffer(t) for _, t in found if self._is_activation(t)):
+            if all(self.table.is_buffer(t) for _, t in found if self.table.is_activation(t)):
                 return run(*args, **kwargs)  # the value of a buffer that the step writes, a counter say
             raise
         if not keeps_shapes:
@@ -279,7 +258,7 @@ class _Tracer(OperationMode):
                 f"{function_name(function)} in {self._module_path() or self.step_name} changes the shape of a tensor "
                 "in place; use the form that gives a new tensor (for example squeeze instead of squeeze_)."
             )
-        written = self._written_storages()
+        written = self.table.written_storages(self._observer.written)
         has_tensors = any(True for _ in tree.tensors(result))
         if not has_tensors and not written and function not in _SIDE_EFFECTS:
             self.metadata_functions.add(function)
@@ -291,7 +270,7 @@ class _Tracer(OperationMode):
     def counted_call(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
         """Record a call with side effects (a logged value) as an operation that belongs to one stage."""
         found: list[tuple[tree.LeafPath, Tensor]] = [
-            ((0, index), tensor) for index, tensor in enumerate(inputs) if self._is_activation(tensor)
+            ((0, index), tensor) for index, tensor in enumerate(inputs) if self.table.is_activation(tensor)
         ]
         if found:
             self._observer.begin()
@@ -311,35 +290,35 @@ class _Tracer(OperationMode):
         parameters: list[str] = []
         buffers: list[str] = []
         for _, tensor in found:
-            name = self.state_names.get(id(tensor))
+            name = self.table.state_names.get(id(tensor))
             if name is not None:
-                (parameters if id(tensor) in self.parameter_names else buffers).append(name)
-            elif self._is_activation(tensor):
-                reads.append(self._value(tensor).index)
+                (parameters if id(tensor) in self.table.parameter_names else buffers).append(name)
+            elif self.table.is_activation(tensor):
+                reads.append(self.table.value(tensor).index)
         hidden_reads: list[int] = []
         for tensor in self._observer.inputs.values():
-            original = self._real_of.get(id(tensor), tensor)
-            name = self.state_names.get(id(original))
+            original = self.table.original(tensor)
+            name = self.table.state_names.get(id(original))
             if name is not None:
-                (parameters if id(original) in self.parameter_names else buffers).append(name)
-            elif id(original) in self._value_of:
-                hidden_reads.append(self._value_of[id(original)].index)
-        written_arguments = self._note_writes(position, found, written)
-        sized_by_data = self._observer.sized_by_data or any(self.values[v].sized_by_data for v in reads)
+                (parameters if id(original) in self.table.parameter_names else buffers).append(name)
+            elif (hidden := self.table.find(original)) is not None:
+                hidden_reads.append(hidden.index)
+        written_arguments = self.table.note_writes(position, found, written)
+        sized_by_data = self._observer.sized_by_data or any(self.table.values[v].sized_by_data for v in reads)
         made: dict[tree.LeafPath, int] = {}
         aliases: dict[tree.LeafPath, tree.LeafPath] = {}
 
         def keep(path: tree.LeafPath, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            original = self._real_of.get(id(leaf), leaf)
+            original = self.table.original(leaf)
             for argument_path, tensor in found:
                 if tensor is original:
                     aliases[path] = argument_path
                     return original
-            value = self._value_of.get(id(original))
+            value = self.table.find(original)
             if value is None:
-                value = self._new_value(original, position, path, in_arguments=False)
+                value = self.table.new_value(original, position, path, in_arguments=False)
                 value.sized_by_data = sized_by_data
             made[path] = value.index
             return original
@@ -368,14 +347,14 @@ class _Tracer(OperationMode):
             )
         )
         for index in dict.fromkeys((*reads, *hidden_reads)):
-            self.values[index].reads.append(position)
+            self.table.values[index].reads.append(position)
         return visible
 
     def _outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         """An operation on batch data alone: every stage computes it again."""
         self._observer.begin()
         result = run(*args, **kwargs)
-        self._written_storages()
+        self.table.written_storages(self._observer.written)
         if function not in _METADATA:
             self._note_inputs(list(tree.tensors((args, kwargs))))
         if self._observer.is_random:
@@ -392,107 +371,15 @@ class _Tracer(OperationMode):
 
     def _note_inputs(self, found: list[tuple[tree.LeafPath, Tensor]]) -> None:
         for _, tensor in found:
-            if not is_absent(tensor) and id(tensor) not in self.state_names:
+            if not is_absent(tensor) and id(tensor) not in self.table.state_names:
                 self._inputs_read[id(tensor)] = tensor
-
-    # ----- values and storages
-
-    def _is_activation(self, tensor: Tensor) -> bool:
-        if is_absent(tensor) or id(tensor) in self.state_names:
-            return True
-        return bool(self._activation_storages) and _storage_key(tensor) in self._activation_storages
-
-    def _is_buffer(self, tensor: Tensor) -> bool:
-        return id(tensor) in self.state_names and id(tensor) not in self.parameter_names
-
-    def _index_of(self, tensor: Tensor) -> int | None:
-        value = self._value_of.get(id(tensor))
-        return None if value is None else value.index
-
-    def _value(self, tensor: Tensor) -> Value:
-        value = self._value_of.get(id(tensor))
-        if value is None:  # a view that was taken before its base was written
-            value = self._new_value(tensor, self._activation_storages[_storage_key(tensor)], None, in_arguments=False)
-        return value
-
-    def _new_value(self, tensor: Tensor, maker: int, slot: tree.LeafPath | None, *, in_arguments: bool) -> Value:
-        absent = tensor if isinstance(tensor, AbsentTensor) else self._shadow(tensor)
-        value = Value(len(self.values), maker, slot, in_arguments, _meta_key(absent), absent)
-        self.values.append(value)
-        self._value_of[id(tensor)] = value
-        self._alive.append(tensor)
-        return value
-
-    def _absent_form(self, tensor: Tensor) -> Tensor:
-        """What an activation operation gets: absent tensors for state and for all that it might write."""
-        if is_absent(tensor):
-            return tensor
-        if self._is_activation(tensor) or tensor.is_floating_point() or tensor.is_complex():
-            return self._shadow(tensor)
-        return tensor
-
-    def _shadow(self, tensor: Tensor) -> AbsentTensor:
-        shadow = self._shadows.get(id(tensor))
-        if shadow is None:
-            key = _storage_key(tensor)
-            base = self._bases.get(key)
-            if base is None:
-                num_elements = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
-                base = self._bases[key] = torch.empty(num_elements, dtype=tensor.dtype, device=_META)
-            if base.dtype is tensor.dtype:
-                meta = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-            else:
-                meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
-            with torch.inference_mode(False):
-                device = self.device if self.device and id(tensor) in self.parameter_names else tensor.device
-                shadow = AbsentTensor(meta, device, tensor.requires_grad)
-            self._shadows[id(tensor)] = shadow
-            self._real_of[id(shadow)] = tensor
-            self._alive.append(tensor)
-        return shadow
-
-    def _written_storages(self) -> set[int]:
-        """Storages (of meta twins) that the observed operation wrote; notes buffers among them."""
-        written: set[int] = set()
-        for tensor in self._observer.written:
-            if isinstance(tensor, AbsentTensor):
-                written.add(_meta_key(tensor))
-                real_key = next((k for k, base in self._bases.items() if _cdata(base) == _meta_key(tensor)), None)
-            else:
-                real_key = _storage_key(tensor)
-                if real_key in self._bases:
-                    written.add(_cdata(self._bases[real_key]))
-            if real_key is not None and real_key in self.buffer_storages:
-                self.written_buffers |= {self.buffer_storages[real_key]}
-            if real_key is not None and real_key in self.parameter_storages:
-                self.written_parameters.add(self.parameter_storages[real_key])
-        return written
-
-    def _note_writes(
-        self, position: int, found: list[tuple[tree.LeafPath, Tensor]], written: set[int]
-    ) -> tuple[tuple[tree.LeafPath, int], ...]:
-        """Tensors of the user's that this operation wrote are activations from now on, with their bases and views."""
-        if not written:
-            return ()
-        for key, base in self._bases.items():
-            if _cdata(base) in written and key not in self._activation_storages:
-                if not any(_storage_key(t) == key for _, t in found if id(t) in self.state_names):
-                    self._activation_storages[key] = position
-        arguments: list[tuple[tree.LeafPath, int]] = []
-        for path, tensor in found:
-            if is_absent(tensor) or id(tensor) in self.state_names or id(tensor) in self._value_of:
-                continue
-            if _storage_key(tensor) in self._activation_storages:
-                value = self._new_value(tensor, position, path, in_arguments=True)
-                arguments.append((path, value.index))
-        return tuple(arguments)
 
     def _as_recorded(self, result: Any) -> Any:
         """What a module call returned, with the index of a value in the place of each activation."""
 
         def leaf(path: tree.LeafPath, obj: Any) -> Any:
             if isinstance(obj, Tensor):
-                index = self._index_of(obj)
+                index = self.table.index_of(obj)
                 return _NOT_AN_ACTIVATION if index is None else ValueIndex(index)
             return obj
 
@@ -530,22 +417,6 @@ _NOT_AN_ACTIVATION = _NotAnActivation()
 def is_replayable_leaf(leaf: Any) -> bool:
     """Tell whether a leaf of a module's recorded result may be given again in a later run."""
     return leaf is None or isinstance(leaf, (ValueIndex, bool, str, torch.dtype, torch.device))
-
-
-def _storage_key(tensor: Tensor) -> int:
-    if is_absent(tensor) or tensor.layout is not torch.strided:
-        return -id(tensor)
-    with torch._C.DisableTorchFunction():
-        return int(tensor.untyped_storage()._cdata)
-
-
-def _cdata(meta: Tensor) -> int:
-    with torch._C.DisableTorchFunction():
-        return int(meta.untyped_storage()._cdata)
-
-
-def _meta_key(tensor: AbsentTensor) -> int:
-    return _cdata(tensor.meta)
 
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -159,8 +159,8 @@ def test_evaluation_steps(name: str, guard: Callable[[], Any]) -> None:
     module = module.double().eval()
     torch.backends.mha.set_fastpath_enabled(False)  # as it is in stages: its sums have another order
     try:
-        # What crosses is packed; a matrix product of packed rows may sum in another order than that of a slice.
-        tolerance = 1e-12 if name == "shared parts" else 0.0
+        # What crosses is packed and lies elsewhere: a matrix product may then sum in another order, on some processors.
+        tolerance = 0.0 if name == "lstm" else 1e-12
         assert_same_at_every_cut(
             module, (token_ids(), 0), step_name="validation_step", context=guard, tolerance=tolerance
         )
