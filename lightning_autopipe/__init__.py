@@ -2,6 +2,9 @@
 
 Importing this package imports neither torch nor Lightning: public names load on first use, and the strategy's name is
 registered as soon as Lightning itself has been imported.
+
+`AutoPipeStrategy` is the one of `lightning_autopipe.strategy`, for ``lightning.pytorch``; where only
+``pytorch_lightning`` has been imported, or is installed, it is that of `lightning_autopipe.pytorch_lightning`.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_autopipe._register import install as _install
+from lightning_autopipe import _register
 
 if TYPE_CHECKING:
     from lightning_autopipe.core.errors import (
@@ -41,7 +44,6 @@ __all__ = [
 
 _MODULE_OF_NAME = {
     "AutoPipeError": "lightning_autopipe.core.errors",
-    "AutoPipeStrategy": "lightning_autopipe.strategy",
     "BatchError": "lightning_autopipe.core.errors",
     "CaptureError": "lightning_autopipe.core.errors",
     "CheckpointError": "lightning_autopipe.core.errors",
@@ -53,7 +55,7 @@ _MODULE_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    module_name = _MODULE_OF_NAME.get(name)
+    module_name = _register.strategy_module_in_use() if name == "AutoPipeStrategy" else _MODULE_OF_NAME.get(name)
     if module_name is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(module_name), name)
@@ -65,4 +67,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_install()
+_register.install()

@@ -10,9 +10,12 @@ Lightning's own import, when the strategy's module could not be imported yet.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import logging
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,7 +23,12 @@ from types import ModuleType
 from typing import Any
 
 STRATEGY_NAME = "autopipe_h"
-REGISTRY_MODULES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+STRATEGY_MODULES = {
+    "lightning.pytorch": "lightning_autopipe.strategy",
+    "pytorch_lightning": "lightning_autopipe.pytorch_lightning",
+}
+"""Where the strategy is for each of the names under which Lightning is published."""
+REGISTRY_MODULES = tuple(f"{namespace}.strategies" for namespace in STRATEGY_MODULES)
 
 _DESCRIPTION = "Pipeline parallelism for an unchanged LightningModule (lightning_autopipe)"
 _log = logging.getLogger(__name__)
@@ -34,10 +42,23 @@ def install() -> None:
     """
     try:
         missing = [name for name in REGISTRY_MODULES if not _register_in(sys.modules.get(name))]
-        if missing and not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+        # By name: this module may have been reloaded.
+        if missing and not any(type(finder).__qualname__ == _RegistryFinder.__qualname__ for finder in sys.meta_path):
             sys.meta_path.insert(0, _RegistryFinder())
     except Exception:
         _log.warning("the strategy %r could not be registered with Lightning", STRATEGY_NAME, exc_info=True)
+
+
+def strategy_module_in_use() -> str:
+    """The module of the strategy for the Lightning that this process uses.
+
+    ``lightning.pytorch`` where it is imported; else ``pytorch_lightning`` where that is imported, or is the only one
+    that can be; else ``lightning.pytorch``.
+    """
+    if "lightning.pytorch" not in sys.modules:
+        if "pytorch_lightning" in sys.modules or importlib.util.find_spec("lightning") is None:
+            return STRATEGY_MODULES["pytorch_lightning"]
+    return STRATEGY_MODULES["lightning.pytorch"]
 
 
 def _register_in(module: ModuleType | None) -> bool:
@@ -46,52 +67,53 @@ def _register_in(module: ModuleType | None) -> bool:
     if module is None or registry is None:
         return False
     if STRATEGY_NAME not in registry:
-        factory = _make_lightning_strategy if module.__name__.startswith("lightning.") else _make_pl_strategy
-        registry.register(STRATEGY_NAME, factory, description=_DESCRIPTION)
+        strategy_module = STRATEGY_MODULES[module.__name__.removesuffix(".strategies")]
+        registry.register(STRATEGY_NAME, functools.partial(_make_strategy, strategy_module), description=_DESCRIPTION)
     return True
 
 
-def _make_lightning_strategy(**init_params: Any) -> Any:
-    return importlib.import_module("lightning_autopipe.strategy").AutoPipeStrategy(**init_params)
-
-
-def _make_pl_strategy(**init_params: Any) -> Any:
-    strategy = _make_lightning_strategy(**init_params)
-    base = sys.modules["pytorch_lightning.strategies"].Strategy
-    if not isinstance(strategy, base):
-        from lightning_autopipe.core.errors import ConfigurationError
-
-        raise ConfigurationError(
-            f"strategy={STRATEGY_NAME!r} was given to pytorch_lightning.Trainer, but it is made for lightning.pytorch; "
-            "import Trainer and LightningModule from lightning.pytorch (the same code under the package's newer name)"
-        )
-    return strategy
+def _make_strategy(module_name: str, **init_params: Any) -> Any:
+    return importlib.import_module(module_name).AutoPipeStrategy(**init_params)
 
 
 class _RegistryFinder(MetaPathFinder):
     """Finds a registry's module as the other finders do, and arranges that it is registered with after it has run."""
 
+    def __init__(self) -> None:
+        self._in_progress = threading.local()
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in REGISTRY_MODULES:
+        # Another finder may ask all finders in turn, as this one does.
+        if fullname not in REGISTRY_MODULES or getattr(self._in_progress, "name", None) == fullname:
             return None
-        for finder in sys.meta_path:
-            if isinstance(finder, _RegistryFinder) or not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                try:
-                    _register_after_execution(spec)
-                except Exception:
-                    _log.warning("the strategy %r could not be registered", STRATEGY_NAME, exc_info=True)
-                return spec
+        self._in_progress.name = fullname
+        try:
+            spec = self._found_by_others(fullname, path, target)
+        finally:
+            self._in_progress.name = None
+        if spec is not None:
+            try:
+                _register_after_execution(spec)
+            except Exception:
+                _log.warning("the strategy %r could not be registered", STRATEGY_NAME, exc_info=True)
+        return spec
+
+    def _found_by_others(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        for finder in list(sys.meta_path):
+            if finder is not self and hasattr(finder, "find_spec"):
+                spec = finder.find_spec(fullname, path, target)
+                if spec is not None:
+                    return spec
         return None
 
 
 def _register_after_execution(spec: ModuleSpec) -> None:
     loader = spec.loader
-    if loader is None:
+    if loader is None or "exec_module" in vars(loader):  # the latter: it serves all modules, and was asked before
         return
     execute = loader.exec_module
 

@@ -14,7 +14,7 @@ PACKAGE = "lightning_autopipe"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
 LOWER_LAYERS = ("core", "schedules", "planner", "cluster", "capture", "profiling", "runtime", "visualization")
-EVERYTHING = (*LOWER_LAYERS, "strategy", "config", "cli", "_register")
+EVERYTHING = (*LOWER_LAYERS, "strategy", "pytorch_lightning", "config", "cli", "_register")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
     "schedules": ("core",),
@@ -25,6 +25,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "runtime": ("core", "capture"),
     "visualization": ("core",),
     "strategy": LOWER_LAYERS,
+    # Runs the files of strategy under another name.
+    "pytorch_lightning": (),
     "config": EVERYTHING,
     "cli": EVERYTHING,
     # Only on use: _register loads them when a Trainer asks for the strategy.

@@ -128,6 +128,13 @@ class AutoPipeStrategy(ModuleStrategy):
         )
         self._random_state_after_peek: list[dict[str, Any]] = []
 
+    def __repr__(self) -> str:
+        # Lightning shows it where the Trainer of its other name is given this strategy.
+        return (
+            f"<{type(self).__name__} for {pl.__name__}.Trainer: import it from lightning_autopipe.strategy for "
+            "lightning.pytorch, from lightning_autopipe.pytorch_lightning for pytorch_lightning>"
+        )
+
     # Data ---------------------------------------------------------------------
 
     def process_dataloader(self, dataloader: object) -> object:

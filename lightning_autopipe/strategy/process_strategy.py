@@ -29,7 +29,7 @@ from lightning_autopipe.runtime.process_groups import ProcessGroups, create_proc
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.environment import given_plan, make_communicator, resolve_layout
 from lightning_autopipe.strategy.options import StrategyOptions
-from lightning_autopipe.strategy.refusals import refuse_sync_batchnorm
+from lightning_autopipe.strategy.refusals import refuse_interactive_session, refuse_sync_batchnorm
 
 T = TypeVar("T")
 
@@ -132,7 +132,9 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         refuse_sync_batchnorm(self._layer_sync)
         assert self.layout  # refuses a wrong number of processes in the Trainer's own line
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        if self.world_size > 1:
+            refuse_interactive_session(self.world_size)
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -54,6 +55,23 @@ def refuse_sync_batchnorm(layer_sync: object) -> None:
         raise ConfigurationError(
             "sync_batchnorm=True is not supported yet: batch norm takes its statistics from one micro-batch. Leave it "
             "unset, and set a smaller num_microbatches for larger ones"
+        )
+
+
+def refuse_interactive_session(num_processes: int) -> None:
+    """Raises in a notebook or another interactive session, where several processes cannot be started.
+
+    Args:
+        num_processes: On all machines.
+
+    Raises:
+        ConfigurationError: it is one.
+    """
+    if _IS_INTERACTIVE:
+        raise ConfigurationError(
+            f"{num_processes} processes cannot be started from a notebook or another interactive session: each of them "
+            "runs the script again from its first line, and here is none. Put the code into a file and run that "
+            "(python script.py, or torchrun), or set devices=1"
         )
 
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import lightning.pytorch as pl
 import psutil
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from lightning_autopipe.profiling.unchanged import unchanged
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.strategy.communicator import Communicator
 
-_log = logging.getLogger("lightning.pytorch")  # shown by default, as Lightning's own notes are
+_log = logging.getLogger(pl.__name__)  # shown by default, as Lightning's own notes are
 _COPIES_NEEDED = 4  # of the parameters: two sets of gradients, activations of one micro-batch
 _ROUNDING = 1e3  # in units of the dtype's resolution: sums in another order differ by a few of them
 
