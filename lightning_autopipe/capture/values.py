@@ -181,9 +181,9 @@ class ValueTable:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    if is_absent(tensor) or tensor.layout is not torch.strided:
-        return -id(tensor)
-    with torch._C.DisableTorchFunction():
+    with torch._C.DisableTorchFunction():  # the trace would take the getters for operations of the step
+        if is_absent(tensor) or tensor.layout is not torch.strided:
+            return -id(tensor)
         return int(tensor.untyped_storage()._cdata)
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.core.errors import CaptureError
@@ -144,6 +145,23 @@ def test_operations_name_parameters_modules_and_calls() -> None:
     assert "unused.weight" not in {name for op in trace.operations for name in op.parameters}
     for position in range(len(trace.operations)):
         assert trace.position_of(trace.key_of(position, len(trace.operations))) == position
+
+
+def test_what_a_custom_function_uses_and_writes_belongs_to_it() -> None:
+    """The function of a reentrant checkpoint is given none of the module's parameters and buffers."""
+
+    class Checkpointed(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return checkpoint(self.norm, self.blocks[0](batch["x"]), use_reentrant=True).sum()
+
+    trace = traced(Checkpointed().double(), ({"x": features()}, 0)).trace
+    (operation,) = (op for op in trace.operations if op.name == "CheckpointFunction.apply")
+    assert set(operation.parameters) == {"norm.weight", "norm.bias"}
+    assert set(operation.buffers) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
 
 
 def test_a_custom_function_is_one_operation() -> None:
