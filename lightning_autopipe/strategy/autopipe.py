@@ -23,6 +23,7 @@ from lightning_autopipe.strategy.module_strategy import ModuleStrategy
 from lightning_autopipe.strategy.options import DEFAULT_TIMEOUT_S, Auto, StrategyOptions
 from lightning_autopipe.strategy.planning import first_training_arguments, in_training_mode, random_state
 from lightning_autopipe.strategy.predictions import silence_writers, unsilence_writers
+from lightning_autopipe.strategy.refusals import refuse_other_namespace
 from lightning_autopipe.strategy.session import TRAINING_STEP
 
 
@@ -118,6 +119,13 @@ class AutoPipeStrategy(ModuleStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        for name, component, kind in (
+            ("accelerator", accelerator, pl.accelerators.Accelerator),
+            ("cluster_environment", cluster_environment, ClusterEnvironment),
+            ("checkpoint_io", checkpoint_io, CheckpointIO),
+            ("precision_plugin", precision_plugin, Precision),
+        ):
+            refuse_other_namespace(name, component, kind)
         super().__init__(
             options,
             accelerator=accelerator,

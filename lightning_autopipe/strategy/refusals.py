@@ -24,6 +24,8 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precisio
     Raises:
         ConfigurationError: it cannot; the message names the place and a way out.
     """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        refuse_other_namespace(f"the callback {type(callback).__name__}", callback, Callback)
     _refuse_parameters(module)
     _refuse_steps(module)
     _refuse_precision(precision)
@@ -55,6 +57,26 @@ def refuse_sync_batchnorm(layer_sync: object) -> None:
         raise ConfigurationError(
             "sync_batchnorm=True is not supported yet: batch norm takes its statistics from one micro-batch. Leave it "
             "unset, and set a smaller num_microbatches for larger ones"
+        )
+
+
+def refuse_other_namespace(name: str, value: object, kind: type) -> None:
+    """Raises where an object is made for the other of ``lightning.pytorch`` and ``pytorch_lightning``.
+
+    Lightning would pass it over without a word: such a precision plugin, say, for ``32-true``.
+
+    Args:
+        name: What to call the object.
+        value: The object, or None.
+        kind: What it has to be an instance of.
+
+    Raises:
+        ConfigurationError: it is not.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ConfigurationError(
+            f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which is no {kind.__module__}."
+            f"{kind.__qualname__}: this strategy is for {pl.__name__}. Import it, or its base class, from there"
         )
 
 
