@@ -85,17 +85,16 @@ class StageProgram:
         self.generators = kept_generators(module)
         self.parameter_names = frozenset(n for op in trace.operations[start : self.stop] for n in op.parameters)
         keyed_modules = draw_keyed_modules(trace, self.layer_of_start) if use_treatments else {}
-        self.treatments: list[Treatment] = []
-        if use_treatments:
-            self.treatments = choose_treatments(
-                trace,
-                module,
-                start=start,
-                stop=self.stop,
-                watched=self._watched(),
-                boundaries=[p for p in self.layer_of_start if p not in keyed_modules],
-                refused=refused_stubs,
-            )
+        self.treatments: list[Treatment] = choose_treatments(
+            trace,
+            module,
+            start=start,
+            stop=self.stop,
+            watched=self._watched(),
+            boundaries=[p for p in self.layer_of_start if p not in keyed_modules],
+            refused=refused_stubs,
+            opaque_only=not use_treatments,
+        )
         submodules = dict(module.named_modules())
         tables: dict[str, _CallTable] = {}
 
@@ -109,13 +108,16 @@ class StageProgram:
         self._tables = list(tables.values())
         self.active: Replay | None = None  # the run whose calls the modules' forwards serve
 
-    def treated_forwards(self, *, stubs_only: bool = False) -> Iterator[tuple[dict[str, Any], Any, Any]]:
-        """Give, for each module that is not called as usual, its attributes, its own `forward` there and the other."""
+    def treated_forwards(self, *, passed_over_only: bool = False) -> Iterator[tuple[dict[str, Any], Any, Any]]:
+        """Give, for each module that is not called as usual, its attributes, its own `forward` there and the other.
+
+        `passed_over_only`: of those modules alone which are passed over where only shapes are computed.
+        """
         for table in self._tables:
             attributes = table.module.__dict__
             if table.forward is None or attributes.get("forward") is not table.before:
                 table.build()
-            if not stubs_only or any(treatment.is_stub for treatment in table.calls.values()):
+            if not passed_over_only or any(t.is_stub or t.call.is_opaque for t in table.calls.values()):
                 yield attributes, table.before, table.forward
 
     def _watched(self) -> dict[int, frozenset[int] | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def proven_program(
     refused: frozenset[tuple[str, int]] = frozenset()
     for _ in range(_MAX_ATTEMPTS):
         program = StageProgram(trace, table, module, start=start, stop=stop, device=device, refused_stubs=refused)
-        stubs = [t.call for t in program.treatments if t.is_stub]
+        stubs = [t.call for t in program.treatments if t.is_stub and not t.call.is_opaque]
         if not stubs:
             return program
         difference = _first_difference(program, step, args, kwargs)
@@ -85,7 +86,7 @@ class Proof(Replay):
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # type: ignore[override]
         self.program.active = self
-        for attributes, _, forward in self.program.treated_forwards(stubs_only=True):
+        for attributes, _, forward in self.program.treated_forwards(passed_over_only=True):
             attributes["forward"] = forward
         try:
             with self:  # the caller's preserved_state puts the forwards back
@@ -96,6 +97,8 @@ class Proof(Replay):
     def treated_call(
         self, treatment: Treatment, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if treatment.call.is_opaque:
+            treatment = replace(treatment, is_stub=True)
         if not treatment.is_stub:
             return original(*args, **kwargs)
         return super().treated_call(treatment, original, args, kwargs)

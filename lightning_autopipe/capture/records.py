@@ -12,6 +12,9 @@ from lightning_autopipe.capture.absent import AbsentTensor
 from lightning_autopipe.capture.losses import KEEPS_COUNT
 from lightning_autopipe.capture.tree import LeafPath, walk
 
+OPAQUE_CALL = "opaque_call"
+"""In the place of a function: an operation that is the whole call of a module that reads values of activations."""
+
 
 def function_name(function: Any) -> str:
     """Give a readable name of a torch function, or of a custom autograd function (a class)."""
@@ -99,6 +102,7 @@ class ModuleCall:
     _activations: tuple[tuple[LeafPath, int], ...] | None = None
     num_free_draws: int = 0
     draws_python: bool = False
+    is_opaque: bool = False
 
     @property
     def activations(self) -> tuple[tuple[LeafPath, int], ...]:

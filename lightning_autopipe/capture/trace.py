@@ -7,7 +7,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,8 +22,16 @@ from lightning_autopipe.capture.absent import (
 )
 from lightning_autopipe.capture.interception import OperationMode, value_arguments
 from lightning_autopipe.capture.losses import MEAN_LOSSES, ignores_targets
+from lightning_autopipe.capture.opaque import ReadsValuesError, opaque_paths, shapes_of_result
 from lightning_autopipe.capture.preserve import DispatchObserver, preserved_state
-from lightning_autopipe.capture.records import ModuleCall, Operation, StepTrace, ValueIndex, function_name
+from lightning_autopipe.capture.records import (
+    OPAQUE_CALL,
+    ModuleCall,
+    Operation,
+    StepTrace,
+    ValueIndex,
+    function_name,
+)
 from lightning_autopipe.capture.values import ValueTable
 from lightning_autopipe.core.errors import CaptureError
 
@@ -69,9 +77,14 @@ def trace_step(
     """
     begin = time.perf_counter()
     written_buffers = state_buffers
-    while True:  # a buffer that the step writes is seen only at its first write; begin again with it known
-        tracer = _Tracer(module, written_buffers, step_name, device)
-        trace = tracer.run(step, args, kwargs)
+    opaque: frozenset[str] = frozenset()
+    while True:  # what the step writes, and which calls read values, is seen in the middle; begin again with it known
+        tracer = _Tracer(module, written_buffers, opaque, step_name, device)
+        try:
+            trace = tracer.run(step, args, kwargs)
+        except ReadsValuesError as found:
+            opaque |= found.paths
+            continue
         if tracer.table.written_buffers <= written_buffers:
             trace.seconds = time.perf_counter() - begin
             return trace
@@ -80,10 +93,16 @@ def trace_step(
 
 class _Tracer(OperationMode):
     def __init__(
-        self, module: nn.Module, written_buffers: frozenset[str], step_name: str, device: torch.device | None
+        self,
+        module: nn.Module,
+        written_buffers: frozenset[str],
+        opaque: frozenset[str],
+        step_name: str,
+        device: torch.device | None,
     ) -> None:
         super().__init__()
         self.module = module
+        self.opaque = opaque
         self.step_name = step_name
         self.trainable = {name for name, p in module.named_parameters() if p.requires_grad}
         self.table = ValueTable(module, written_buffers, device)
@@ -156,6 +175,9 @@ class _Tracer(OperationMode):
         path = self._failure[1] if self._failure is not None and self._failure[0] is error else ""
         place = f"in {path or 'the LightningModule'}, at {_source_line(error)}"
         if unseen and isinstance(error, AbsentValueError):
+            more = opaque_paths(self.module, path) - self.opaque
+            if more:
+                raise ReadsValuesError(more)
             raise CaptureError(
                 f"{self.step_name} reads the value of an activation {place}: {error} A pipeline stage cannot know it "
                 f"before the stages behind it have run. {len(unseen)} trainable parameters come after this place "
@@ -196,11 +218,14 @@ class _Tracer(OperationMode):
             call = self._enter(path)
             python_state = _python_random_state()
             try:
-                result = original(*args, **kwargs)
+                if path in self.opaque:
+                    result = self._opaque_call(call, original, args, kwargs)
+                else:
+                    result = original(*args, **kwargs)
                 call.result = self._as_recorded(result)
                 return result
             except Exception as error:
-                if self._failure is None or self._failure[0] is not error:
+                if (self._failure is None or self._failure[0] is not error) and not call.is_opaque:
                     self._failure = error, path
                 raise
             finally:
@@ -220,6 +245,30 @@ class _Tracer(OperationMode):
         self.calls.append(call)
         self._call = call
         return call
+
+    def _opaque_call(
+        self, call: ModuleCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Record a call that reads values of activations as one operation."""
+        call.is_opaque = True
+        sub = self.module.get_submodule(call.module_path)
+        result = self.unwatched(
+            shapes_of_result,
+            (sub, original, args, kwargs),
+            {"absent_form": self.table.absent_form_of_activation, "before_run": self._observer.begin},
+        )
+        written = self.table.written_storages(self._observer.written)
+        names = {name for name, _ in self.module.named_buffers()} & self.table.written_buffers
+        return self._record(
+            OPAQUE_CALL,
+            args,
+            kwargs,
+            list(tree.tensors((args, kwargs))),
+            result,
+            written,
+            parameters=[self.table.parameter_names[id(p)] for p in sub.parameters()],
+            buffers=[name for name in sorted(names) if name.startswith(f"{call.module_path}.")],
+        )
 
     def _module_path(self) -> str:
         return "" if self._call is None or self._call.module_path == "<step>" else self._call.module_path
@@ -284,11 +333,13 @@ class _Tracer(OperationMode):
         found: list[tuple[tree.LeafPath, Tensor]],
         result: Any,
         written: set[int],
+        *,
+        parameters: Sequence[str] = (),
+        buffers: Sequence[str] = (),
     ) -> Any:
         position = len(self.operations)
         reads: list[int] = []
-        parameters: list[str] = []
-        buffers: list[str] = []
+        parameters, buffers = list(parameters), list(buffers)
         for _, tensor in found:
             name = self.table.state_names.get(id(tensor))
             if name is not None:

@@ -34,12 +34,14 @@ def choose_treatments(
     watched: Mapping[int, frozenset[int] | None],
     boundaries: Collection[int],
     refused: Collection[tuple[str, int]] = (),
+    opaque_only: bool = False,
 ) -> list[Treatment]:
     """Choose the largest calls that the stage `[start, stop)` may stub or run unwatched.
 
     `watched` are positions of operations that must be seen: they show values that cross the stage's end (which a call
     may also show by returning them), or None for one that must be seen in any case. `boundaries` are positions at which
     replay must be watching. `refused` names calls `(module_path, call_index)` whose stub was found wrong.
+    Opaque calls, whose inside was not traced, are always treated: `opaque_only` chooses no others.
     """
     submodules = dict(module.named_modules())
     with_hooks = _paths_with_hooks(submodules)
@@ -51,7 +53,12 @@ def choose_treatments(
         for call in calls:
             if call.start == call.stop:
                 continue
-            if call.stop <= start:
+            if call.is_opaque:
+                chosen.append(Treatment(call, is_stub=not start <= call.start < stop))
+                continue
+            if opaque_only:
+                pass
+            elif call.stop <= start:
                 if stubs_allowed and can_stub(call):
                     chosen.append(Treatment(call, is_stub=True))
                     continue

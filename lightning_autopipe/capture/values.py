@@ -107,6 +107,10 @@ class ValueTable:
             return self._shadow(tensor)
         return tensor
 
+    def absent_form_of_activation(self, tensor: Tensor) -> Tensor | None:
+        """Give the absent twin of an activation, None for any other tensor."""
+        return self.absent_form(tensor) if self.is_activation(tensor) else None
+
     def _shadow(self, tensor: Tensor) -> AbsentTensor:
         shadow = self._shadows.get(id(tensor))
         if shadow is None:
