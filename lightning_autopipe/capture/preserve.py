@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import AbsentTensor
+from lightning_autopipe.capture.data_sizes import DataSizes
 from lightning_autopipe.capture.draws import generator_state, kept_generators, set_generator_state
 
 _MAX_CONTAINER = 100_000
@@ -39,6 +40,7 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._data_sizes = DataSizes()
         self.begin()
 
     def begin(self, *, note_inputs: bool = False) -> None:
@@ -60,9 +62,9 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._saved[id(tensor)] = (tensor, tensor.detach().clone())
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random = True
-        if torch.Tag.dynamic_output_shape in func.tags:
-            self.sized_by_data = True
         result = func(*args, **kwargs)
+        if self._data_sizes.is_sized_by_data(func, args, kwargs, result):
+            self.sized_by_data = True
         self.flops += _flops(func, args, kwargs, result)
         return result
 

@@ -85,6 +85,35 @@ def test_no_cut_where_an_alias_would_be_severed() -> None:
     assert found.table.legal[write + 1]
 
 
+@pytest.mark.parametrize("how", ["mask", "places", "rows", "table", "written"])
+def test_no_cut_where_the_size_of_a_value_depends_on_values(how: str) -> None:
+    class Picking(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(3, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = x[:, 0] > 0
+            places = mask.nonzero().flatten()
+            h = self.blocks[0](x)
+            if how == "mask":
+                h = h[mask]
+            elif how == "places":
+                h = h[places]
+            elif how == "rows":
+                h = h.index_select(0, places.view(-1))
+            elif how == "table":  # as many rows as indices, whatever their values
+                h = h + self.table[torch.arange(len(x)).view(2, 2) % 3].flatten(0, 1)
+            else:
+                row = torch.zeros(len(x), dtype=x.dtype).index_fill(0, places, 1.0)
+                h = h.index_add(0, places, torch.ones(len(places), WIDTH, dtype=x.dtype)) + row[:, None]
+            return self.blocks[2](self.blocks[1](h).tanh())
+
+    found = traced(Picking().double(), (features(), 0))
+    (read,) = crossing_operations(found, "tanh")
+    assert found.table.legal[read + 1] == (how in ("table", "written"))
+
+
 def test_no_cut_between_the_uses_of_a_written_buffer_or_parameter() -> None:
     class Written(Blocks):
         def __init__(self) -> None:
