@@ -152,9 +152,12 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         result = _call_on_meta(func, meta_args, meta_kwargs)
     except (NotImplementedError, RuntimeError) as error:
-        if isinstance(error, NotImplementedError) or "meta tensor" in str(error).lower():
+        if _lacks_shapes_alone(func, error):
+            result = _shapes_by_running(func, args, kwargs)
+        elif isinstance(error, NotImplementedError) or "meta tensor" in str(error).lower():
             raise AbsentValueError(f"{func} depends on the values of a tensor, not on its shape alone.") from error
-        raise
+        else:
+            raise
 
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -195,6 +198,29 @@ def _call_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     dtype = kwargs.get("out_dtype") or args[0].dtype
     as_bfloat16 = [a.to(torch.bfloat16) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     return func(*as_bfloat16, **{k: v for k, v in kwargs.items() if k != "out_dtype"}).to(dtype)
+
+
+def _lacks_shapes_alone(func: Any, error: Exception) -> bool:
+    """Tell whether somebody's operation came without a kernel for shapes, though values do not decide on them."""
+    by_value = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return "fake impl" in str(error) and not func._schema.is_mutable and by_value.isdisjoint(func.tags)
+
+
+def _shapes_by_running(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operation on zeros of the true sizes; give what the meta kernel would give."""
+
+    def to_zeros(leaf: Any) -> Any:
+        if not isinstance(leaf, AbsentTensor):
+            return leaf
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device).zero_()
+
+    def to_meta(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=_META)
+
+    real_args, real_kwargs = pytree.tree_map(to_zeros, (args, kwargs))
+    return pytree.tree_map(to_meta, func(*real_args, **real_kwargs))
 
 
 def _bool_masks_to_indices(args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Modules that read values of activations: one operation each, never cut inside, run for real on the stage that owns them."""
+"""Modules that read values of activations: one operation each, never cut inside, run for real where they are owned."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ from lightning_autopipe.capture.records import OPAQUE_CALL
 from lightning_autopipe.core.errors import CaptureError
 from tests.capture.models import WIDTH, features
 from tests.capture.support import Traced, assert_same_at_every_cut, traced
+
+
+@torch.library.custom_op("autopipe_tests::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    """An operation without a kernel for shapes."""
+    return torch.from_numpy(x.detach().numpy() ** 3)
+
+
+cube.register_autograd(
+    lambda ctx, grad: 3 * ctx.saved_tensors[0] ** 2 * grad,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
 
 
 class RoutedExperts(nn.Module):
@@ -242,3 +254,20 @@ def test_functional_code_outside_any_module_is_refused() -> None:
             return F.mse_loss(self.last(x) / scale, batch)
 
     assert "in the LightningModule" in _refusal(Module())
+
+
+def test_an_operation_without_a_kernel_for_shapes() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            for layer in self.layers:
+                batch = cube(layer(batch))
+            return batch.square().mean()
+
+    torch.manual_seed(0)
+    found = assert_same_at_every_cut(Module().double(), (features().double(), 0))
+    assert _opaque(found) == []
+    assert len(found.legal_cuts) >= 4

@@ -215,7 +215,7 @@ class Inner(nn.Module):
 @pytest.mark.parametrize("name", READS)
 def test_a_value_read_between_layers_is_an_error_with_its_place(name: str) -> None:
     module = nn.Module()
-    module.first, module.second = Inner(READS[name]), nn.Linear(WIDTH, WIDTH)
+    module.first, module.second = Inner(READS[name]), nn.Linear(WIDTH, 2)  # more than half of it is in the first
     module.training_step = lambda batch, batch_idx: module.second(module.first(batch)).sum()
     with pytest.raises(CaptureError) as caught:
         traced(module.double(), (features(), 0))
