@@ -16,9 +16,16 @@ from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import SCHEMA_VERSION, PipelinePlan
 from lightning_autopipe.core.prediction import StagePrediction
-from lightning_autopipe.core.profile import LayerMeasurement, LayerProfile, ModelProfile, TiedParameter
+from lightning_autopipe.core.profile import (
+    CrossingValue,
+    DeviceTimes,
+    LayerMeasurement,
+    LayerProfile,
+    ModelProfile,
+    TiedParameter,
+)
 from lightning_autopipe.core.schedule import Action, ActionType, Schedule
-from lightning_autopipe.core.timeline import Timeline, TimelineEvent
+from lightning_autopipe.core.timeline import StepEnd, Timeline, TimelineEvent
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -30,7 +37,9 @@ __all__ = [
     "CheckpointError",
     "ClusterTopology",
     "ConfigurationError",
+    "CrossingValue",
     "Device",
+    "DeviceTimes",
     "LayerMeasurement",
     "LayerProfile",
     "Link",
@@ -42,6 +51,7 @@ __all__ = [
     "PlanError",
     "Schedule",
     "StagePrediction",
+    "StepEnd",
     "TiedParameter",
     "Timeline",
     "TimelineEvent",

@@ -108,15 +108,97 @@ class LayerProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CrossingValue:
+    """A value that one layer makes and later ones use: it crosses every cut in between.
+
+    A cut after layer i lies between its producer and its last reader where ``producer <= i < last_reader``.
+    """
+
+    producer: int
+    """Index of the layer that makes it."""
+    last_reader: int
+    """Index of the last layer that uses it."""
+    forward_bytes: int
+    """Bytes of the value for one micro-batch."""
+    gradient_bytes: int
+    """Bytes of its gradient; 0 where it has none."""
+
+    def __post_init__(self) -> None:
+        for name in ("producer", "forward_bytes", "gradient_bytes"):
+            check_int("CrossingValue", name, getattr(self, name), minimum=0, error=PlanError)
+        check_int("CrossingValue", "last_reader", self.last_reader, minimum=self.producer + 1, error=PlanError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTimes:
+    """What each layer takes on one device model, for one micro-batch of one size."""
+
+    device_model: str
+    microbatch_size: float
+    """Samples in the micro-batch."""
+    forward_s: tuple[float, ...]
+    """Seconds of each layer's forward."""
+    backward_s: tuple[float, ...]
+    """Seconds of each layer's whole backward."""
+    backward_weight_s: tuple[float, ...] = ()
+    """The part of `backward_s` for the gradients of parameters; empty where it was not measured apart."""
+    optimizer_s: tuple[float, ...] = ()
+    """Seconds of each layer's optimizer step; empty where it was not measured."""
+    dtype: str = ""
+    """In which numbers it computed; empty where unknown."""
+
+    def __post_init__(self) -> None:
+        check_text("DeviceTimes", "device_model", self.device_model, error=PlanError)
+        owner = f"DeviceTimes {self.device_model!r}"
+        check_number(owner, "microbatch_size", self.microbatch_size, error=PlanError, exclusive=True)
+        for name in ("forward_s", "backward_s", "backward_weight_s", "optimizer_s"):
+            times = getattr(self, name)
+            if not isinstance(times, tuple):
+                raise PlanError(f"{owner}: {name} must be a tuple, got {type(times).__name__}")
+            for index, seconds in enumerate(times):
+                check_number(owner, f"{name}[{index}]", seconds, error=PlanError)
+            if len(times) != len(self.forward_s) and (times or name == "backward_s"):
+                raise PlanError(f"{owner}: {name} has {len(times)} values, forward_s has {len(self.forward_s)}")
+        for index, (part, whole) in enumerate(zip(self.backward_weight_s, self.backward_s, strict=False)):
+            if part > whole:
+                raise PlanError(f"{owner}: backward_weight_s[{index}]={part} is more than backward_s[{index}]={whole}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """The layers of a module in the order in which its step runs them."""
 
     layers: tuple[LayerProfile, ...]
+    values: tuple[CrossingValue, ...] = ()
+    """What crosses cuts; empty: what was measured at each cut by itself."""
+    times: tuple[DeviceTimes, ...] = ()
+    """Seconds by device model and size; empty: what was measured of the layers, on one model at one size."""
+    microbatch_size: float | None = None
+    """Samples in the micro-batch that layers and values were measured with; None where unknown."""
 
     def __post_init__(self) -> None:
         check_tuple("ModelProfile", "layers", self.layers, LayerProfile, error=PlanError)
         if not self.layers:
             raise PlanError("ModelProfile: layers is empty; a module has at least one layer")
+        check_tuple("ModelProfile", "values", self.values, CrossingValue, error=PlanError)
+        check_tuple("ModelProfile", "times", self.times, DeviceTimes, error=PlanError)
+        for position, value in enumerate(self.values):
+            if value.last_reader >= self.num_layers:
+                raise PlanError(
+                    f"ModelProfile: values[{position}] is read by layer {value.last_reader}, but layers are 0 to "
+                    f"{self.num_layers - 1}"
+                )
+        for table in self.times:
+            if len(table.forward_s) != self.num_layers:
+                raise PlanError(
+                    f"ModelProfile: times of {table.device_model!r} are of {len(table.forward_s)} layers, not of "
+                    f"{self.num_layers}"
+                )
+        keys = [(table.device_model, table.dtype, table.microbatch_size) for table in self.times]
+        if len(set(keys)) < len(keys):
+            raise PlanError(f"ModelProfile: times has a device model, dtype and size twice: {keys}")
+        if self.microbatch_size is not None:
+            check_number("ModelProfile", "microbatch_size", self.microbatch_size, error=PlanError, exclusive=True)
 
     @property
     def num_layers(self) -> int:
@@ -131,8 +213,9 @@ class ModelProfile:
         """
         if len(measurements) != self.num_layers:
             raise PlanError(f"ModelProfile: {len(measurements)} measurements for {self.num_layers} layers")
-        return ModelProfile(
+        return replace(
+            self,
             layers=tuple(
                 replace(layer, measured=measured) for layer, measured in zip(self.layers, measurements, strict=True)
-            )
+            ),
         )

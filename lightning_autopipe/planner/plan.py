@@ -10,8 +10,8 @@ from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
-from lightning_autopipe.planner.cost import layer_costs
-from lightning_autopipe.planner.partitioner import min_max_partition
+from lightning_autopipe.planner.cost import CostModel, Work
+from lightning_autopipe.planner.min_max import min_max_partition
 from lightning_autopipe.planner.prediction import predict_stages
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
 
@@ -54,7 +54,8 @@ def make_plan(
         allowed = ", ".join(repr(name) for name in ("auto", *TRAINING_SCHEDULES))
         raise ConfigurationError(f"schedule={schedule_name!r} is not known; set it to one of {allowed}")
     layout = ParallelLayout(num_stages=num_stages, num_replicas=num_replicas)
-    costs = layer_costs(profile.layers)
+    cost = CostModel(profile)
+    costs = [cost.work_s(Work.FORWARD, layers) + cost.work_s(Work.BACKWARD, layers) for layers in _each(profile)]
     if isinstance(partition, str):
         if partition != "auto":
             raise ConfigurationError(f'partition must be "auto" or a list of cut points, got {partition!r}')
@@ -103,3 +104,7 @@ def _work_shares(costs: Sequence[float], partition: Partition) -> tuple[float, .
     total = sum(costs)
     stages = range(partition.num_stages)
     return tuple(sum(costs[index] for index in partition.stage_layers(stage_index)) / total for stage_index in stages)
+
+
+def _each(profile: ModelProfile) -> list[range]:
+    return [range(index, index + 1) for index in range(profile.num_layers)]

@@ -7,13 +7,15 @@ from lightning_autopipe.schedules.forward_only import forward_only
 from lightning_autopipe.schedules.gpipe import gpipe
 from lightning_autopipe.schedules.grid import draw_grid
 from lightning_autopipe.schedules.lowering import lower
-from lightning_autopipe.schedules.one_f_one_b import one_f_one_b
-from lightning_autopipe.schedules.stash import peak_stash
+from lightning_autopipe.schedules.one_f_one_b import default_depths, one_f_one_b
+from lightning_autopipe.schedules.sliced import sliced_one_f_one_b
+from lightning_autopipe.schedules.stash import peak_stash, peak_stash_size, slice_counts
 from lightning_autopipe.schedules.validation import validate
 
 __all__ = [
     "SCHEDULES",
     "TRAINING_SCHEDULES",
+    "default_depths",
     "draw_grid",
     "forward_only",
     "get_schedule",
@@ -21,5 +23,8 @@ __all__ = [
     "lower",
     "one_f_one_b",
     "peak_stash",
+    "peak_stash_size",
+    "slice_counts",
+    "sliced_one_f_one_b",
     "validate",
 ]

@@ -6,14 +6,18 @@ from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.schedule import Action, ActionType
 
 
-def forward(stage_index: int, microbatch_index: int) -> Action:
-    """The forward of one whole micro-batch."""
-    return Action(type=ActionType.FORWARD, stage_index=stage_index, microbatch_index=microbatch_index)
+def forward(stage_index: int, microbatch_index: int, slice_index: int | None = None) -> Action:
+    """The forward of one micro-batch, or of one slice of it."""
+    return Action(
+        type=ActionType.FORWARD, stage_index=stage_index, microbatch_index=microbatch_index, slice_index=slice_index
+    )
 
 
-def backward(stage_index: int, microbatch_index: int) -> Action:
-    """The backward of one whole micro-batch."""
-    return Action(type=ActionType.BACKWARD, stage_index=stage_index, microbatch_index=microbatch_index)
+def backward(stage_index: int, microbatch_index: int, slice_index: int | None = None) -> Action:
+    """The backward of one micro-batch, or of one slice of it."""
+    return Action(
+        type=ActionType.BACKWARD, stage_index=stage_index, microbatch_index=microbatch_index, slice_index=slice_index
+    )
 
 
 def check_sizes(num_stages: int, num_microbatches: int) -> None:

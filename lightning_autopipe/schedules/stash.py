@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from lightning_autopipe.core.schedule import ActionType, Schedule
 
 
@@ -22,3 +24,26 @@ def peak_stash(schedule: Schedule, stage_index: int) -> int:
         elif action.type is ActionType.BACKWARD:
             alive -= 1
     return peak
+
+
+def peak_stash_size(schedule: Schedule, stage_index: int) -> float:
+    """Like `peak_stash`, but in sizes of micro-batches: a slice counts as its share of one."""
+    actions = schedule.actions_by_stage[stage_index]
+    if not any(action.type is ActionType.BACKWARD for action in actions):
+        return 1.0
+    num_slices = slice_counts(schedule)
+    alive = peak = 0.0
+    for action in actions:
+        if action.type is ActionType.FORWARD:
+            alive += 1 / num_slices[action.microbatch_index]
+            peak = max(peak, alive)
+        elif action.type is ActionType.BACKWARD:
+            alive -= 1 / num_slices[action.microbatch_index]
+    return peak
+
+
+def slice_counts(schedule: Schedule) -> list[int]:
+    """In how many slices of equal size each micro-batch runs; 1 for whole ones."""
+    forwards = (action for action in schedule.actions_by_stage[0] if action.type is ActionType.FORWARD)
+    counts = Counter(action.microbatch_index for action in forwards)
+    return [max(1, counts[index]) for index in range(schedule.num_microbatches)]

@@ -13,7 +13,7 @@ from lightning_autopipe.core import (
     PlanError,
     TiedParameter,
 )
-from lightning_autopipe.planner import layer_costs, make_plan, predict_stages
+from lightning_autopipe.planner import make_plan, predict_stages
 
 
 def measured(forward_s: float = 1.0, backward_s: float = 2.0, **changes: Any) -> LayerMeasurement:
@@ -23,13 +23,6 @@ def measured(forward_s: float = 1.0, backward_s: float = 2.0, **changes: Any) ->
 
 def a_layer(name: str, one: LayerMeasurement | None = None, **changes: Any) -> LayerProfile:
     return LayerProfile(name=name, forward_flops=1.0, measured=one, **changes)
-
-
-def test_measured_seconds_take_the_place_of_operations() -> None:
-    layers = [a_layer("a", measured(1, 2)), a_layer("b", measured(0.5, 0))]
-    assert layer_costs(layers) == (3.0, 0.5)
-    assert layer_costs([*layers, a_layer("c")]) == (1.0, 1.0, 1.0)  # seconds and operations are not comparable
-    assert layer_costs([a_layer("a", measured(0, 0))] * 2) == (1.0, 1.0)
 
 
 def test_a_plan_is_balanced_by_them_and_says_so() -> None:

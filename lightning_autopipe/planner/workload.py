@@ -1,0 +1,135 @@
+"""What one step of a pipeline has to do, priced: the input of the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.schedule import Schedule
+from lightning_autopipe.planner.links import LinkNetwork, Route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitWork:
+    """What one micro-batch, or one slice of it, takes on a stage."""
+
+    forward_s: float
+    backward_s: float
+    sent_bytes: float = 0
+    """To the next stage."""
+    gradient_bytes: float = 0
+    """Back to the stage before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWork:
+    """What one stage of one replica has to do on its device, and holds."""
+
+    units: tuple[UnitWork, ...]
+    """``units[k - 1]``: one of k slices of a micro-batch; ``units[0]`` is a whole one."""
+    optimizer_s: float = 0.0
+    reduced_bytes: float = 0
+    """Bytes of the gradients that its replicas sum."""
+    fixed_bytes: int = 0
+    """Memory in use whatever is in flight."""
+    stash_bytes: int = 0
+    """What a micro-batch keeps between its forward and its backward; a slice its share of that."""
+    working_bytes: int = 0
+    """The most that the one that runs has alive, in place of what it keeps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """One step: replicas of a pipeline, each with its own devices and number of micro-batches."""
+
+    stages: tuple[tuple[StageWork, ...], ...]
+    """``stages[r][s]``: stage s of replica r."""
+    schedules: tuple[Schedule, ...]
+    """Of each replica; all of equally many stages."""
+    ranks: tuple[tuple[int, ...], ...] = ()
+    """``ranks[r][s]``: the global rank that runs stage s of replica r; empty: as `ParallelLayout` has it."""
+    network: LinkNetwork | None = None
+    """Links between the ranks; None: whatever is sent is there at once."""
+    tied_bytes: tuple[tuple[tuple[int, ...], float], ...] = ()
+    """Stages that share parameters, and the bytes of their gradients: summed over these stages of all replicas."""
+    exchange_s: float = 0.0
+    """What it takes all ranks, once all have come so far, to agree on the loss's weight and the gradients' norm."""
+
+    def __post_init__(self) -> None:
+        if not self.schedules or len(self.schedules) != len(self.stages):
+            raise PlanError(f"StepWork: {len(self.schedules)} schedules for {len(self.stages)} replicas; give one each")
+        sizes = {len(stages) for stages in self.stages} | {schedule.num_stages for schedule in self.schedules}
+        if len(sizes) > 1:
+            raise PlanError(f"StepWork: replicas and their schedules have unlike numbers of stages: {sorted(sizes)}")
+        if self.ranks:
+            used = [rank for ranks in self.ranks for rank in ranks]
+            if [len(ranks) for ranks in self.ranks] != [len(stages) for stages in self.stages]:
+                raise PlanError(f"StepWork: ranks must name one rank for each stage of each replica, got {self.ranks}")
+            if len(set(used)) < len(used):
+                raise PlanError(f"StepWork: a rank runs one stage of one replica, but ranks are {self.ranks}")
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of each replica."""
+        return len(self.stages[0])
+
+    @property
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """``ranks``, filled in where it was left empty."""
+        if self.ranks:
+            return self.ranks
+        layout = ParallelLayout(num_stages=self.num_stages, num_replicas=len(self.stages))
+        return tuple(layout.pipeline_ranks(replica_index) for replica_index in range(len(self.stages)))
+
+    def route(self, sender: int, receiver: int) -> Route:
+        """The way between two ranks."""
+        return Route() if self.network is None else self.network.route(sender, receiver)
+
+    def reductions(self) -> list[Reduction]:
+        """The sums of gradients at the step's end, in the order in which a rank goes through its own."""
+        replicas = range(len(self.stages))
+        ranks = self.stage_ranks
+        found = [
+            Reduction(
+                is_tie=True,
+                members=tuple(ranks[replica][stage] for replica in replicas for stage in stages),
+                num_bytes=num_bytes,
+            )
+            for stages, num_bytes in self.tied_bytes
+        ]
+        if len(replicas) > 1:
+            found += [
+                Reduction(
+                    is_tie=False,
+                    members=tuple(ranks[replica][stage] for replica in replicas),
+                    num_bytes=self.stages[0][stage].reduced_bytes,
+                )
+                for stage in range(self.num_stages)
+            ]
+        return [reduction for reduction in found if reduction.num_bytes > 0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A sum over ranks, in a ring: each sends 2 (N - 1) pieces of 1/N of the bytes to the next one."""
+
+    is_tie: bool
+    members: tuple[int, ...]
+    """Global ranks, in the ring's order."""
+    num_bytes: float
+
+    @property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        """The ring's pairs of neighbours."""
+        return tuple(zip(self.members, self.members[1:] + self.members[:1], strict=True))
+
+    @property
+    def num_rounds(self) -> int:
+        """Pieces that each member sends, one after the other."""
+        return 2 * (len(self.members) - 1)
+
+    @property
+    def hop_bytes(self) -> float:
+        """Bytes that each member sends to the next one."""
+        return self.num_rounds * self.num_bytes / len(self.members)
