@@ -69,7 +69,8 @@ class AutoPipeConfig:
     """A file that describes servers, devices and links. None: all devices count as alike. Only None is accepted so
     far."""
 
-    split_batch: dict[str, int | None] | None = None
+    # Typed as a mapping that may be None, it could not be set on the command line: OmegaConf fails.
+    split_batch: Any = None
     """For leaves of the batch whose meaning tracing cannot tell, by their keys joined by dots: the dimension that
     counts samples, or null for a leaf that goes whole to every micro-batch. None: traced."""
 
