@@ -39,6 +39,7 @@ def make_pipeline(
     replica_index: int = 0,
     schedule_name: str = "1f1b",
     step_name: str = "training_step",
+    partition: Any = "auto",
     **options: Any,
 ) -> Pipeline:
     """A planned pipeline without transport: all stages run here."""
@@ -61,6 +62,7 @@ def make_pipeline(
         num_microbatches=num_microbatches,
         schedule_name=schedule_name,
         module_fingerprint=pipeline.module_fingerprint,
+        partition=partition,
     )
     pipeline.set_plan(plan)
     return pipeline
