@@ -87,8 +87,9 @@ class AutoPipeConfig:
     have no values on rank 0, and only checkpoints hold them all."""
 
     deferred_batch_norm: bool | str = False
-    """Whether batch normalization updates its running statistics once per batch instead of once per micro-batch. Only
-    False is accepted so far."""
+    """Whether batch normalization updates its running statistics once per step, by the whole batch over all
+    micro-batches and replicas, as on one device; each micro-batch is normalized by its own statistics all the same.
+    ``"auto"`` and False: once per micro-batch (of replica 0), as under gradient accumulation."""
 
     shard_optimizer: bool | str = False
     """Whether the replicas of a stage share its optimizer state. Only False is accepted so far."""

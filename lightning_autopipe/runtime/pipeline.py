@@ -26,6 +26,7 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import LayerProfile, ModelProfile, TiedParameter
 from lightning_autopipe.core.schedule import Schedule
 from lightning_autopipe.runtime.batch import BatchSplit, assume_split, find_split, microbatch_sizes, structure_of
+from lightning_autopipe.runtime.deferred_batch_norm import BatchNormStatistics
 from lightning_autopipe.runtime.executor import StageExecutor
 from lightning_autopipe.runtime.in_process import InProcessPipeline
 from lightning_autopipe.runtime.loss import weighted_loss
@@ -85,6 +86,7 @@ class Pipeline:
         seed: int = 0,
         device: torch.device | None = None,
         split_batch: Mapping[str, int | None] | None = None,
+        batch_norm: BatchNormStatistics | None = None,
     ) -> None:
         self.module = module
         self.layout = layout
@@ -99,6 +101,7 @@ class Pipeline:
         self._make_schedule = make_schedule
         self._schedule_name = schedule_name
         self._split_batch = split_batch
+        self._batch_norm = batch_norm or BatchNormStatistics(module)
         self._splits: dict[Hashable, BatchSplit] = {}
         self._store = CaptureStore(module, self.device)
         self._carried: CarriedState | None = None
@@ -319,6 +322,12 @@ class Pipeline:
         microbatches = split.split(batch, sizes)
         outcome = StepOutcome(sizes=sizes)
         schedule = self._make_schedule(self._schedule_name if training else "forward_only", self.num_stages, len(sizes))
+        stage_indices = range(self.num_stages) if self._is_local else (self.stage_index,)
+        statistics = (
+            self._batch_norm.training_step(self._store.owners, stage_indices, lambda: self.tracing)
+            if training
+            else contextlib.nullcontext()
+        )
         if self._is_local:
             # A stage may write into its batch; in one process the others must not see it.
             copies = [
@@ -327,13 +336,13 @@ class Pipeline:
             ]
             stages = [
                 _StageStep(self, stage_index, step_name, copies[stage_index], outcome, training, step)
-                for stage_index in range(self.num_stages)
+                for stage_index in stage_indices
             ]
-            with preserved_random_state():
+            with preserved_random_state(), statistics:
                 self._local.run(stages, schedule)
         else:
             stage = _StageStep(self, self.stage_index, step_name, microbatches, outcome, training, step)
-            with preserved_random_state():
+            with preserved_random_state(), statistics:
                 self._executor.run(stage, schedule)
         return outcome
 
@@ -430,8 +439,10 @@ class _StageStep(StageForward):
     ) -> tuple[StageProgram, StageRun]:
         """Replay; where the step takes another path than the traced one, trace again and replay that."""
         store = self._pipeline._store
+        batch_norm = self._pipeline._batch_norm
         capture = self._captures[microbatch_index]
         program = store.program(capture, self._stage_index, self._step_name, args, kwargs)
+        batch_norm.begin_microbatch(self._stage_index, microbatch_index)
         try:
             return program, program.run(self._step_function, args, kwargs, received, key)
         except TraceMismatchError as mismatch:
@@ -442,6 +453,7 @@ class _StageStep(StageForward):
             if other is None:
                 raise
             program = store.program(other, self._stage_index, self._step_name, args, kwargs)
+            batch_norm.begin_microbatch(self._stage_index, microbatch_index)
             return program, program.run(self._step_function, args, kwargs, received, key)
 
 

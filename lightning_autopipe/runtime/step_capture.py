@@ -30,6 +30,7 @@ from lightning_autopipe.capture.proof import proven_program
 from lightning_autopipe.capture.records import CutKey, StepTrace
 from lightning_autopipe.capture.trace import trace_step
 from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.runtime.deferred_batch_norm import without_cumulative_momentum
 
 _MAX_CAPTURES = 64  # shapes of micro-batches whose traces are kept
 _MAX_PATHS = 8  # of one shape
@@ -215,7 +216,8 @@ class CaptureStore:
         """Have `tracing` true for a while."""
         before, self.tracing = self.tracing, True
         try:
-            yield
+            with without_cumulative_momentum(self.module):
+                yield
         finally:
             self.tracing = before
 

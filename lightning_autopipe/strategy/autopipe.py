@@ -51,7 +51,8 @@ class AutoPipeStrategy(ModuleStrategy):
         verify: ``"auto"`` proves on one micro-batch that the stages give the numbers of the uncut step, where memory
             allows it; True in any case; False not.
         gather_after_fit: After ``fit`` the module on global rank 0 is whole; False saves its memory.
-        deferred_batch_norm: False; True is still to come.
+        deferred_batch_norm: True updates the running statistics of batch normalization once per step, by the whole
+            batch over all micro-batches and replicas.
         shard_optimizer: False; True is still to come.
         recompute: ``"auto"`` or False; True is still to come.
         trace: Still to come.
@@ -86,7 +87,7 @@ class AutoPipeStrategy(ModuleStrategy):
         loss_over: str = "microbatch",
         verify: bool | Auto = "auto",
         gather_after_fit: bool = True,
-        deferred_batch_norm: bool = False,
+        deferred_batch_norm: bool | Auto = False,
         shard_optimizer: bool = False,
         recompute: bool | Auto = "auto",
         trace: Any = None,

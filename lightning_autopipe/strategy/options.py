@@ -63,8 +63,9 @@ class StrategyOptions:
     True: in any case; False: not."""
     gather_after_fit: bool = True
     """After ``fit`` the module on global rank 0 is whole; False leaves every rank its own parameters only."""
-    deferred_batch_norm: bool = False
-    """Batch statistics over the whole batch; True is still to come."""
+    deferred_batch_norm: bool | Auto = False
+    """True: running statistics of batch normalization are updated once per step, by the whole batch over all
+    micro-batches and replicas; micro-batches are normalized by their own. ``"auto"``: False."""
     shard_optimizer: bool = False
     """Share the optimizer's state between replicas; True is still to come."""
     recompute: bool | Auto = "auto"
@@ -84,6 +85,7 @@ class StrategyOptions:
         _check_choice("process_group_backend", self.process_group_backend, _BACKENDS)
         _check_bool("gather_after_fit", self.gather_after_fit)
         _check_choice("verify", self.verify, ("auto", True, False))
+        _check_choice("deferred_batch_norm", self.deferred_batch_norm, ("auto", True, False))
         self._check_partition()
         self._check_cut_after()
         self._check_split_batch()
@@ -164,7 +166,6 @@ class StrategyOptions:
         for name, allowed in (
             ("cluster", (None, "auto")),
             ("loss_over", ("microbatch", "auto")),
-            ("deferred_batch_norm", (False, "auto")),
             ("shard_optimizer", (False, "auto")),
             ("recompute", ("auto", False)),
             ("trace", (None, "auto")),

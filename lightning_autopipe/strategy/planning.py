@@ -24,6 +24,8 @@ from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.planner import make_plan, resolve_sizes
 from lightning_autopipe.profiling import optimizer_state_ratio
+from lightning_autopipe.runtime.batch_norm_moments import ReplicaMoments
+from lightning_autopipe.runtime.deferred_batch_norm import BatchNormStatistics
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.schedules import get_schedule
@@ -56,6 +58,14 @@ def make_pipeline(
     schedule = options.schedule if plan is None else plan.schedule_name
     seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**63)
     has_neighbours = groups is not None and communicator.layout.num_stages > 1
+    has_replicas = groups is not None and communicator.layout.num_replicas > 1
+    batch_norm = BatchNormStatistics(
+        module,
+        deferred=options.deferred_batch_norm is True,
+        over_replicas=ReplicaMoments(groups.stage, communicator.gather_over_replicas)
+        if groups is not None and has_replicas
+        else None,
+    )
     return Pipeline(
         module,
         layout=communicator.layout,
@@ -67,6 +77,7 @@ def make_pipeline(
         seed=communicator.broadcast_in_world(seed),
         device=device,
         split_batch=options.split_batch,
+        batch_norm=batch_norm,
     )
 
 
@@ -112,7 +123,8 @@ def plan_pipeline(
             world_size=layout.world_size,
             batch_size=batch_size,
         )
-        if options.num_microbatches == "auto" and sizes.num_microbatches > 1 and communicator.global_rank == 0:
+        is_chosen = options.num_microbatches != "auto" or options.deferred_batch_norm is True
+        if not is_chosen and sizes.num_microbatches > 1 and communicator.global_rank == 0:
             _warn_of_batch_norm(pipeline.module, sizes.num_microbatches)
         # With one stage there is nothing to balance, and an evaluation is planned again before a fit.
         is_worth_it = layout.num_stages > 1 and step_name == "training_step"
@@ -254,7 +266,7 @@ def _warn_of_batch_norm(module: nn.Module, num_microbatches: int) -> None:
             warnings.warn(
                 f"{name} is a {type(submodule).__name__}: it takes its statistics from one of {num_microbatches} "
                 "micro-batches, not from the whole batch. Set num_microbatches yourself to say how many are fine "
-                "(1 for whole batches)",
+                "(1 for whole batches), or deferred_batch_norm=True for running statistics of the whole batch",
                 stacklevel=2,
             )
             return

@@ -43,6 +43,7 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precisio
             f"{name}.backward is overridden, but a pipeline back-propagates each micro-batch itself and would not call "
             "it. Remove it; change the loss in training_step, or gradients in on_after_backward"
         )
+    _refuse_sync_batch_norm_layers(module)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         _refuse_callback(callback)
 
@@ -55,8 +56,9 @@ def refuse_sync_batchnorm(layer_sync: object) -> None:
     """
     if layer_sync is not None:
         raise ConfigurationError(
-            "sync_batchnorm=True is not supported yet: batch norm takes its statistics from one micro-batch. Leave it "
-            "unset, and set a smaller num_microbatches for larger ones"
+            "sync_batchnorm=True is not supported yet: batch norm normalizes by one micro-batch. Leave it unset; set a "
+            "smaller num_microbatches for larger ones, or deferred_batch_norm=True for running statistics over all "
+            "micro-batches and replicas"
         )
 
 
@@ -121,6 +123,16 @@ def _refuse_steps(module: pl.LightningModule) -> None:
             raise ConfigurationError(
                 f"{type(module).__name__}.{step_name} takes a dataloader_iter, but only a pipeline's first stage reads "
                 "data. Take the batch (batch, batch_idx) instead"
+            )
+
+
+def _refuse_sync_batch_norm_layers(module: nn.Module) -> None:
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.SyncBatchNorm) and submodule.training:
+            raise ConfigurationError(
+                f"{name} is a SyncBatchNorm, which waits for all processes in the middle of a step; the stages of a "
+                "pipeline are at different places then. Use BatchNorm, with deferred_batch_norm=True for running "
+                "statistics over all micro-batches and replicas"
             )
 
 
