@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -81,7 +81,7 @@ class AutoPipeStrategy(ModuleStrategy):
         partition: Auto | Partition | Sequence[int] = "auto",
         profile: str = "auto",
         cut_after: Sequence[str] | None = None,
-        plan: str | os.PathLike[str] | PipelinePlan | None = None,
+        plan: str | Path | PipelinePlan | None = None,  # Path, not PathLike: jsonargparse would read the file
         cluster: Any = None,
         split_batch: Mapping[str, int | None] | None = None,
         loss_over: str = "microbatch",
