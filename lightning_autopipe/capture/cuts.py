@@ -80,11 +80,15 @@ class CutTable:
                 yield 0, op.index
 
     def _is_legal(self, position: int) -> bool:
+        if position == len(self.trace.operations):
+            return True
+        return position <= self.last_useful and self.keeps_meaning(position)
+
+    def keeps_meaning(self, position: int) -> bool:
+        """Tell whether the step could be left here and gone on with, whether or not that is of use."""
         operations = self.trace.operations
         if position in (0, len(operations)):
             return True
-        if position > self.last_useful:
-            return False
         region = operations[position].region
         if region is not None and region == operations[position - 1].region:
             return False
@@ -103,7 +107,9 @@ class CutTable:
         return True
 
 
-def find_layers(trace: StepTrace, table: CutTable, also_at: Sequence[int] = ()) -> tuple[Layer, ...]:
+def find_layers(
+    trace: StepTrace, table: CutTable, also_at: Sequence[int] = (), *, before: int | None = None
+) -> tuple[Layer, ...]:
     """Split a trace into layers at its good cuts.
 
     Good cuts are where the fewest values cross: one after each residual addition, say, which gives the attention half
@@ -111,7 +117,7 @@ def find_layers(trace: StepTrace, table: CutTable, also_at: Sequence[int] = ()) 
     the work (the inside of a U-Net, whose outermost skip spans nearly everything), it is split again at the fewest
     values that cross inside it. Within a run of positions where equally many cross, good ones lie before an operation
     that takes a parameter. Layers with no parameters, or next to no work and parameters, join their neighbours. Layers
-    also begin at the positions `also_at`.
+    also begin at the positions `also_at`, and none begins at or behind `before`.
     """
     operations = trace.operations
     work = [0.0]
@@ -132,7 +138,7 @@ def find_layers(trace: StepTrace, table: CutTable, also_at: Sequence[int] = ()) 
             if work[b] - work[a] > _HEAVY_SHARE * work[-1] and b - a < stop - start:
                 split(a, b, _MORE_BYTES * max(table.num_bytes[a], table.num_bytes[b]))
 
-    split(0, table.last_useful + 1, math.inf)
+    split(0, min(table.last_useful + 1, len(operations) if before is None else before), math.inf)
     joined = sorted({*_join_negligible(trace, sorted(bounds)), *also_at})
     return tuple(_layer(trace, table, a, b) for a, b in itertools.pairwise(joined))
 

@@ -61,7 +61,8 @@ class Operation:
     """One activation operation of a step.
 
     `result` is what a stage that skips it gives to the user's code: the operation's result with absent tensors;
-    `aliases` maps result paths to argument paths where the operation gives an argument back.
+    `aliases` maps result paths to argument paths where the operation gives an argument back. `takes_data` tells whether
+    it takes real tensors: the batch, or what was computed from it.
     """
 
     index: int
@@ -79,6 +80,7 @@ class Operation:
     flops: float
     module_path: str
     region: int | None
+    takes_data: bool = False
     is_mean_loss: bool = False
     ignores_targets: bool = False
 

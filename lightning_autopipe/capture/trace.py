@@ -393,6 +393,7 @@ class _Tracer(OperationMode):
                 flops=self._observer.flops,
                 module_path=self._module_path(),
                 region=self._region(),
+                takes_data=any(not self.table.is_activation(tensor) for _, tensor in found),
                 is_mean_loss=callable(function) and function in MEAN_LOSSES,
                 ignores_targets=callable(function) and ignores_targets(function, args, kwargs),
             )

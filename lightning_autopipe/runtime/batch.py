@@ -42,7 +42,10 @@ class BatchSplit:
         return next(iter(sizes.values()), 1)
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Give one batch for each size; the sizes sum up to the batch size. Tensors are views."""
+        """Give one batch for each size; the sizes sum up to the batch size. What is split is copied.
+
+        Views would share one version counter: a step that writes into its batch would spoil the graphs of the others.
+        """
         if len(sizes) == 1:
             return [batch]
         pieces = {path: _split_leaf(tree.get(batch, path), dim, sizes) for path, dim in self.dims.items()}
@@ -231,7 +234,7 @@ def _size(leaf: Any, dim: int) -> int:
 
 def _split_leaf(leaf: Any, dim: int, sizes: Sequence[int]) -> Sequence[Any]:
     if isinstance(leaf, Tensor):
-        return torch.split(leaf, list(sizes), dim)
+        return [piece.clone() for piece in torch.split(leaf, list(sizes), dim)]
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [leaf[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 

@@ -195,8 +195,12 @@ def _run_backward(live: _LiveMicrobatch, gradients: tuple[Tensor, ...]) -> tuple
     if loss is not None and loss.requires_grad:
         roots.append(loss)
         root_gradients.append(None)
+    if live.output.roots is not None:
+        more_roots, more_gradients = live.output.roots()
+        roots.extend(more_roots)
+        root_gradients.extend(more_gradients)
     if roots:
-        with _without_autocast():
+        with without_autocast():
             torch.autograd.backward(roots, root_gradients)
     input_gradients = []
     for leaf in live.received:
@@ -217,7 +221,7 @@ def _in_layout_of(leaf: Tensor, gradient: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
+def without_autocast() -> Iterator[None]:
     """Backward in the dtypes that forward chose; nested, so that the outer cache of cast weights stays."""
     with contextlib.ExitStack() as contexts:
         for device_type in ("cpu", "cuda"):

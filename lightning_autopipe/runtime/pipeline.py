@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,45 +13,26 @@ from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.carried import CarriedState
-from lightning_autopipe.capture.cuts import CutTable, positions_after
-from lightning_autopipe.capture.draws import DrawKey
+from lightning_autopipe.capture.cuts import CutTable, find_layers, positions_after
 from lightning_autopipe.capture.interception import current
 from lightning_autopipe.capture.preserve import preserved_random_state
-from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.records import CutKey, Operation, StepTrace
-from lightning_autopipe.capture.replay import StageRun, TraceMismatchError, terms_of
-from lightning_autopipe.core.errors import CaptureError, PlanError
+from lightning_autopipe.capture.replay import terms_of
+from lightning_autopipe.core.errors import CaptureError, ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
-from lightning_autopipe.core.profile import LayerProfile, ModelProfile, TiedParameter
+from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.core.schedule import Schedule
 from lightning_autopipe.runtime.batch import BatchSplit, assume_split, find_split, microbatch_sizes, structure_of
+from lightning_autopipe.runtime.batch_loss import find_rest
 from lightning_autopipe.runtime.deferred_batch_norm import BatchNormStatistics
 from lightning_autopipe.runtime.executor import StageExecutor
 from lightning_autopipe.runtime.in_process import InProcessPipeline
-from lightning_autopipe.runtime.loss import weighted_loss
+from lightning_autopipe.runtime.model_profile import unmeasured_profile
 from lightning_autopipe.runtime.placement import fill_parameters, release_parameters
-from lightning_autopipe.runtime.stage import StageForward, StageOutput
-from lightning_autopipe.runtime.step_capture import (
-    CaptureStore,
-    module_fingerprint,
-    shape_key,
-    state_key,
-)
+from lightning_autopipe.runtime.stage_step import StageStep, StepOutcome, WholeBatchLastStage
+from lightning_autopipe.runtime.step_capture import CaptureStore, StepCapture, module_fingerprint
 from lightning_autopipe.runtime.transport import Transport
-
-
-@dataclass(slots=True, kw_only=True)
-class StepOutcome:
-    """What one step of one replica gave; all but `sizes` on the last stage only.
-
-    `weights` are 0-dim float64 tensors: the weight of each micro-batch's loss. `losses` are 0-dim and detached.
-    """
-
-    sizes: tuple[int, ...]
-    outputs: list[Any] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +67,7 @@ class Pipeline:
         seed: int = 0,
         device: torch.device | None = None,
         split_batch: Mapping[str, int | None] | None = None,
+        loss_over: str = "microbatch",
         batch_norm: BatchNormStatistics | None = None,
     ) -> None:
         self.module = module
@@ -101,9 +83,10 @@ class Pipeline:
         self._make_schedule = make_schedule
         self._schedule_name = schedule_name
         self._split_batch = split_batch
-        self._batch_norm = batch_norm or BatchNormStatistics(module)
+        self._loss_over = loss_over
+        self.batch_norm = batch_norm or BatchNormStatistics(module)
         self._splits: dict[Hashable, BatchSplit] = {}
-        self._store = CaptureStore(module, self.device)
+        self.store = CaptureStore(module, self.device)
         self._carried: CarriedState | None = None
         self.unweighted_loss: Operation | None = (
             None  # of the profile: ignores targets that the loss's weight does not know
@@ -138,38 +121,41 @@ class Pipeline:
             CaptureError: the step cannot be traced or cut.
             ConfigurationError: it cannot be cut after one of the modules.
         """
-        trace, table = self._store.trace(step_name, args, kwargs, cut_after=cut_after)
+        trace, table = self.store.trace(step_name, args, kwargs, cut_after=cut_after)
+        if self._loss_over == "batch":
+            self._end_layers_before_rest(trace, table, step_name, args, kwargs, cut_after)
         starts = [layer.start for layer in trace.layers]
         self.cut_points_after = tuple(starts.index(p) for p in positions_after(trace, table, cut_after))
         self._planning_trace = (trace, table)
-        self._carried = self._store.carried_state(trace, table, step_name, args, kwargs)
+        self._carried = self.store.carried_state(trace, table, step_name, args, kwargs)
         self.unweighted_loss = None if trace.loss_index is None else trace.unweighted_loss(trace.loss_index)
         self._layer_keys = tuple(layer.key for layer in trace.layers)
-        counted: set[str] = set()
-        layers = []
-        parameters = dict(self.module.named_parameters())
-        for layer in trace.layers:
-            own = [parameters[name] for name in layer.parameters if name not in counted]
-            tied = [(name, parameters[name]) for name in layer.parameters if name in counted]
-            counted.update(layer.parameters)
-            trainable = [p for p in own if p.requires_grad]
-            layers.append(
-                LayerProfile(
-                    name=str(layer.key),
-                    forward_flops=layer.forward_flops,
-                    param_bytes=sum(p.numel() * p.element_size() for p in own),
-                    trainable_bytes=sum(p.numel() * p.element_size() for p in trainable),
-                    boundary_bytes=layer.boundary_bytes,
-                    parameters=layer.parameters,
-                    num_parameters=sum(p.numel() for p in own),
-                    num_trainable_parameters=sum(p.numel() for p in trainable),
-                    tied=tuple(
-                        TiedParameter(name=name, num_bytes=p.numel() * p.element_size(), is_trainable=p.requires_grad)
-                        for name, p in tied
-                    ),
+        return unmeasured_profile(trace, dict(self.module.named_parameters()))
+
+    def _end_layers_before_rest(
+        self,
+        trace: StepTrace,
+        table: CutTable,
+        step_name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cut_after: Sequence[str],
+    ) -> None:
+        """What runs once on the whole batch belongs to the last layer."""
+        parts = self._microbatches_of(step_name, args, kwargs, 2)
+        if len(parts) == 1:
+            return
+        part_args, part_kwargs = parts[0]
+        whole, part = StepCapture(trace, table), StepCapture(*self.store.trace(step_name, part_args, part_kwargs))
+        rest = find_rest(step_name, whole, part)
+        positions = positions_after(trace, table, cut_after)
+        for path, position in zip(cut_after, positions, strict=True):
+            if position >= rest:
+                raise ConfigurationError(
+                    f"cut_after names {path!r}, which ends behind the place from which on {step_name} has to run on "
+                    "the whole batch (loss_over='batch'); name modules before it"
                 )
-            )
-        return ModelProfile(layers=tuple(layers))
+        trace.layers = find_layers(trace, table, positions, before=rest)
 
     def batch_size(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Give the number of samples of a batch, having found out how it is split.
@@ -188,22 +174,27 @@ class Pipeline:
             CaptureError: the step of one micro-batch cannot be traced.
         """
         assert self._layer_keys, "profile() comes first"
+        micro_args, micro_kwargs = self._microbatches_of(step_name, args, kwargs, num_microbatches)[0]
+        trace, table = self.store.trace(step_name, micro_args, micro_kwargs)
+        return MicrobatchCapture(
+            trace=trace, table=table, layer_keys=self._layer_keys, args=micro_args, kwargs=micro_kwargs
+        )
+
+    def _microbatches_of(
+        self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
+    ) -> list[Any]:
+        """Split a batch as it would be with that many micro-batches."""
         self.num_microbatches, before = num_microbatches, self.num_microbatches
         try:
             split = self._split_of(step_name, args, kwargs)
         finally:
             self.num_microbatches = before
         batch = (args, kwargs)
-        sizes = microbatch_sizes(split.batch_size(batch), num_microbatches)
-        micro_args, micro_kwargs = split.split(batch, sizes)[0]
-        trace, table = self._store.trace(step_name, micro_args, micro_kwargs)
-        return MicrobatchCapture(
-            trace=trace, table=table, layer_keys=self._layer_keys, args=micro_args, kwargs=micro_kwargs
-        )
+        return split.split(batch, microbatch_sizes(split.batch_size(batch), num_microbatches))
 
     def silent(self) -> contextlib.AbstractContextManager[None]:
         """Give a context in which `tracing` is true, for runs of the step's parts that must not count."""
-        return self._store.silent()
+        return self.store.silent()
 
     def set_plan(self, plan: PipelinePlan) -> None:
         """Cut the profiled step as the plan says.
@@ -217,7 +208,7 @@ class Pipeline:
         plan.require(module_fingerprint=self.module_fingerprint, world_size=self.layout.world_size)
         if plan.layout != self.layout:
             raise PlanError(f"The plan's layout is {plan.layout}, but the pipeline runs as {self.layout}.")
-        positions = self._store.set_cuts(*planned, [plan.layers[index].name for index in plan.partition.cut_points])
+        positions = self.store.set_cuts(*planned, [plan.layers[index].name for index in plan.partition.cut_points])
         if positions and self._carried is not None and self._carried.first_use < positions[-1]:
             raise CaptureError(
                 f"The step sets {', '.join(self._carried.names)} and uses it in its next call, before the last of "
@@ -240,7 +231,7 @@ class Pipeline:
             device=self.device,
         )
         if is_cut:
-            twin._store.share_cuts(self._store)
+            twin.store.share_cuts(self.store)
         return twin
 
     def parameter_owner(self, name: str) -> int:
@@ -254,11 +245,11 @@ class Pipeline:
     def owned_buffers(self, stage_index: int) -> frozenset[str]:
         """Names of the buffers that the step writes on this stage; all others are equal on every stage."""
         names = (name for name, _ in self.module.named_buffers())
-        return frozenset(name for name in names if stage_index in self._store.owners.get(name, frozenset()))
+        return frozenset(name for name in names if stage_index in self.store.owners.get(name, frozenset()))
 
     def _owners(self, name: str) -> frozenset[int]:
         last = frozenset({self.num_stages - 1})
-        return self._store.owners.get(self._first_name.get(name, name), last)
+        return self.store.owners.get(self._first_name.get(name, name), last)
 
     # ----- placement
 
@@ -272,11 +263,11 @@ class Pipeline:
             lambda name: f"stage {self.parameter_owner(name)} of the pipeline",
             self.device,
         )
-        self._store.clear()
+        self.store.clear()
 
     def restore(self, values: Mapping[str, Tensor]) -> None:
         """Give placeholders their storage back, in place."""
-        self._store.clear()  # a trace's graph would keep hold of them
+        self.store.clear()  # a trace's graph would keep hold of them
         fill_parameters(self.module, values)
 
     # ----- running
@@ -289,7 +280,7 @@ class Pipeline:
     @property
     def tracing(self) -> bool:
         """Whether a trace runs on shapes: nothing may be logged then."""
-        return self._store.tracing
+        return self.store.tracing
 
     def value_weight(self, tensor: Tensor) -> Tensor | None:
         """Give the number of terms of a mean loss that the running micro-batch computed, where it is known."""
@@ -320,30 +311,32 @@ class Pipeline:
         batch = (args, kwargs)
         sizes = microbatch_sizes(split.batch_size(batch), self.num_microbatches)
         microbatches = split.split(batch, sizes)
-        outcome = StepOutcome(sizes=sizes)
-        schedule = self._make_schedule(self._schedule_name if training else "forward_only", self.num_stages, len(sizes))
+        is_over_batch = self._loss_over == "batch" and step_name != "predict_step" and len(sizes) > 1
+        outcome = StepOutcome(sizes=sizes, is_over_batch=is_over_batch)
+        name = self._schedule_name if training else "forward_only"
+        schedule = self._make_schedule("gpipe" if training and is_over_batch else name, self.num_stages, len(sizes))
+
+        def stage_step(stage_index: int, own: list[Any]) -> StageStep:
+            if is_over_batch and stage_index == self.num_stages - 1:
+                return WholeBatchLastStage(self, step_name, own, outcome, training, step, batch=batch)
+            return StageStep(self, stage_index, step_name, own, outcome, training, step)
+
         stage_indices = range(self.num_stages) if self._is_local else (self.stage_index,)
         statistics = (
-            self._batch_norm.training_step(self._store.owners, stage_indices, lambda: self.tracing)
+            self.batch_norm.training_step(self.store.owners, stage_indices, lambda: self.tracing)
             if training
             else contextlib.nullcontext()
         )
-        if self._is_local:
-            # A stage may write into its batch; in one process the others must not see it.
-            copies = [
-                [tree.map_tensors(Tensor.clone, m) if self.num_stages > 1 else m for m in microbatches]
-                for _ in range(self.num_stages)
-            ]
-            stages = [
-                _StageStep(self, stage_index, step_name, copies[stage_index], outcome, training, step)
-                for stage_index in stage_indices
-            ]
-            with preserved_random_state(), statistics:
-                self._local.run(stages, schedule)
-        else:
-            stage = _StageStep(self, self.stage_index, step_name, microbatches, outcome, training, step)
-            with preserved_random_state(), statistics:
-                self._executor.run(stage, schedule)
+        with preserved_random_state(), statistics:
+            if self._is_local:
+                # A stage may write into its batch; in one process the others must not see it.
+                copies = [
+                    [tree.map_tensors(Tensor.clone, m) if self.num_stages > 1 else m for m in microbatches]
+                    for _ in range(self.num_stages)
+                ]
+                self._local.run([stage_step(index, own) for index, own in enumerate(copies)], schedule)
+            else:
+                self._executor.run(stage_step(self.stage_index, microbatches), schedule)
         return outcome
 
     def _split_of(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSplit:
@@ -356,13 +349,13 @@ class Pipeline:
     def _find_split(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSplit:
         if self.num_microbatches == 1:
             return assume_split((args[:1], kwargs))
-        whole, _ = self._store.trace(step_name, args, kwargs)
+        whole, _ = self.store.trace(step_name, args, kwargs)
 
         def probe(batch: Any) -> frozenset[int] | None:
             try:
                 with warnings.catch_warnings():  # of shapes that are tried only
                     warnings.simplefilter("ignore")
-                    trace, _ = self._store.trace(step_name, (*batch[0], *args[1:]), batch[1])
+                    trace, _ = self.store.trace(step_name, (*batch[0], *args[1:]), batch[1])
             except CaptureError:
                 return None
             if _kind_of_end(trace) != _kind_of_end(whole):
@@ -372,89 +365,6 @@ class Pipeline:
             return trace.inputs_read if same_place else None
 
         return find_split((args[:1], kwargs), probe, given=self._split_batch)
-
-
-class _StageStep(StageForward):
-    """One stage of one step, micro-batch by micro-batch."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        stage_index: int,
-        step_name: str,
-        microbatches: list[Any],
-        outcome: StepOutcome,
-        training: bool,
-        step: int,
-    ) -> None:
-        self._pipeline = pipeline
-        self._stage_index = stage_index
-        self._step_name = step_name
-        self._step_function = getattr(pipeline.module, step_name)
-        self._microbatches = microbatches
-        self._outcome = outcome
-        self._training = training
-        self._step = step
-        self._is_last = stage_index == pipeline.num_stages - 1
-        store = pipeline._store
-        state = (step_name, state_key(pipeline.module))
-        self._signatures = [(state, shape_key(args, kwargs)) for args, kwargs in microbatches]
-        self._captures = []
-        for signature, (args, kwargs) in zip(self._signatures, microbatches, strict=True):
-            capture = store.capture(signature, step_name, args, kwargs)
-            store.program(capture, stage_index, step_name, args, kwargs)  # all tracing comes before the first wait
-            self._captures.append(capture)
-
-    def signature(self, microbatch_index: int) -> Hashable:
-        return self._signatures[microbatch_index]
-
-    def forward(self, microbatch_index: int, received: tuple[Tensor, ...]) -> StageOutput:
-        pipeline = self._pipeline
-        pipeline.microbatch_index = microbatch_index
-        args, kwargs = self._microbatches[microbatch_index]
-        key = DrawKey(
-            seed=pipeline.seed,
-            step=self._step,
-            replica_index=pipeline.replica_index,
-            microbatch_index=microbatch_index,
-        )
-        program, run = self._run(microbatch_index, args, kwargs, received, key)
-        self._microbatches[microbatch_index] = None if self._training else self._microbatches[microbatch_index]
-        if not self._is_last:
-            return StageOutput(sent=run.sent)
-        samples = self._outcome.sizes[microbatch_index]
-        used = program.parameter_names
-        parameters = [p for name, p in pipeline.module.named_parameters() if name in used]
-        weighted = weighted_loss(
-            run.result, samples, training=self._training, connect_to=[*received, *parameters], step_name=self._step_name
-        )
-        self._outcome.weights.append(weighted.weight)
-        if weighted.loss is not None:
-            self._outcome.losses.append(weighted.loss.detach())
-        self._outcome.outputs.append(tree.map_tensors(Tensor.detach, run.result))
-        return StageOutput(loss=weighted.to_backpropagate)
-
-    def _run(
-        self, microbatch_index: int, args: tuple[Any, ...], kwargs: dict[str, Any], received: Any, key: DrawKey
-    ) -> tuple[StageProgram, StageRun]:
-        """Replay; where the step takes another path than the traced one, trace again and replay that."""
-        store = self._pipeline._store
-        batch_norm = self._pipeline._batch_norm
-        capture = self._captures[microbatch_index]
-        program = store.program(capture, self._stage_index, self._step_name, args, kwargs)
-        batch_norm.begin_microbatch(self._stage_index, microbatch_index)
-        try:
-            return program, program.run(self._step_function, args, kwargs, received, key)
-        except TraceMismatchError as mismatch:
-            if not mismatch.can_retry:
-                raise
-            signature = self._signatures[microbatch_index]
-            other = store.other_path(signature, self._step_name, args, kwargs)
-            if other is None:
-                raise
-            program = store.program(other, self._stage_index, self._step_name, args, kwargs)
-            batch_norm.begin_microbatch(self._stage_index, microbatch_index)
-            return program, program.run(self._step_function, args, kwargs, received, key)
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

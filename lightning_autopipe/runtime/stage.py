@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,9 @@ class StageOutput:
     """The values that cross to the next stage, in one fixed order; empty on the last stage."""
     loss: Tensor | None = None
     """The scalar to back-propagate, already weighted; None where there is none (other stages, evaluation)."""
+    roots: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None
+    """On the last stage, in place of a loss: gives tensors to back-propagate from and their gradients, once all
+    micro-batches are through."""
 
 
 class StageForward(Protocol):

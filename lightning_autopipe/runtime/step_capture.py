@@ -7,7 +7,7 @@ import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,8 +42,13 @@ class StepCapture:
 
     trace: StepTrace
     table: CutTable
-    bounds: tuple[int, ...]
-    programs: dict[int, StageProgram]
+    bounds: tuple[int, ...] = ()
+    programs: dict[tuple[int, int | None], StageProgram] = field(default_factory=dict)
+
+    def bounds_of(self, stage_index: int) -> tuple[int, int | None]:
+        """Give the positions between which a stage's operations lie; the last stage runs to the end, None."""
+        is_last = stage_index == len(self.bounds) - 2
+        return self.bounds[stage_index], None if is_last else self.bounds[stage_index + 1]
 
 
 class CaptureStore:
@@ -63,7 +68,12 @@ class CaptureStore:
         self._captures: OrderedDict[Hashable, list[StepCapture]] = OrderedDict()  # the usual path first
 
     def trace(
-        self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, cut_after: Sequence[str] = ()
+        self,
+        step_name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        cut_after: Sequence[str] = (),
     ) -> tuple[StepTrace, CutTable]:
         """Trace a step and find its layers, some of which end after the modules `cut_after`.
 
@@ -135,7 +145,7 @@ class CaptureStore:
             return known[0]
         trace, table = self.trace(step_name, args, kwargs)
         bounds = (0, *self._locate(trace, table, step_name), len(trace.operations))
-        capture = StepCapture(trace, table, bounds, {})
+        capture = StepCapture(trace, table, bounds)
         self._captures[key] = [capture]
         if len(self._captures) > _MAX_CAPTURES:
             self._captures.popitem(last=False)
@@ -170,7 +180,7 @@ class CaptureStore:
         bounds = (0, *positions, len(trace.operations))
         if sorted(bounds) != list(bounds) or not check_owners(trace, bounds, self.owners, self.num_stages - 1):
             return None
-        capture = StepCapture(trace, table, bounds, {})
+        capture = StepCapture(trace, table, bounds)
         known.insert(1, capture)
         del known[_MAX_PATHS:]
         return capture
@@ -178,15 +188,15 @@ class CaptureStore:
     def program(
         self,
         capture: StepCapture,
-        stage_index: int,
+        start: int,
+        stop: int | None,
         step_name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> StageProgram:
-        """Give a stage's program of a capture, with stubs proven on `args` the first time."""
-        program = capture.programs.get(stage_index)
+        """Give the program of a part of a capture, with stubs proven on `args` the first time."""
+        program = capture.programs.get((start, stop))
         if program is None:
-            is_last = stage_index == self.num_stages - 1
             with self.silent():
                 program = proven_program(
                     capture.trace,
@@ -195,11 +205,11 @@ class CaptureStore:
                     getattr(self.module, step_name),
                     args,
                     kwargs,
-                    start=capture.bounds[stage_index],
-                    stop=None if is_last else capture.bounds[stage_index + 1],
+                    start=start,
+                    stop=stop,
                     device=self.device,
                 )
-            capture.programs[stage_index] = program
+            capture.programs[start, stop] = program
         return program
 
     def _locate(self, trace: StepTrace, table: CutTable, step_name: str) -> list[int]:

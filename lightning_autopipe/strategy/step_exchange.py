@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_autopipe.runtime.pipeline import StepOutcome
+from lightning_autopipe.runtime.stage_step import StepOutcome
 from lightning_autopipe.strategy.aggregate import Aggregate
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.outputs import for_other_stages, join_outputs
@@ -59,7 +59,7 @@ def exchange_step(
     losses = _to_host(outcome.losses)
     output = None
     if communicator.is_last_stage:
-        output = join_outputs(outcome.outputs, sizes=outcome.sizes, weights=weights)
+        output = join_outputs(outcome.outputs, sizes=outcome.output_sizes, weights=weights)
     own = _RankReport(
         calls=calls,
         loss_weights=weights,
@@ -72,7 +72,9 @@ def exchange_step(
     merged: dict[LogKey, LoggedCall] = {}
     for report in reports:
         merged.update(report.calls)
-    aggregate_microbatches(merged, sizes=outcome.sizes, loss_weights=last.loss_weights)
+    aggregate_microbatches(
+        merged, sizes=outcome.sizes_by_index, loss_weights=outcome.weights_by_index(last.loss_weights)
+    )
     loss = Aggregate()
     if len(last.losses) == len(last.loss_weights):
         for value, weight in zip(last.losses, last.loss_weights, strict=True):

@@ -14,7 +14,8 @@ from lightning_autopipe.capture import tree
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.planner import make_plan
 from lightning_autopipe.runtime.memory_transport import MemoryNetwork
-from lightning_autopipe.runtime.pipeline import Pipeline, StepOutcome
+from lightning_autopipe.runtime.pipeline import Pipeline
+from lightning_autopipe.runtime.stage_step import StepOutcome
 from lightning_autopipe.schedules import get_schedule
 
 TOLERANCE = 1e-10

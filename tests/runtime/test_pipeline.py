@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_autopipe.core.errors import ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
-from lightning_autopipe.runtime import pipeline as pipeline_module
+from lightning_autopipe.runtime import stage_step
+from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.errors import StageError
 from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.schedules.stash import peak_stash
@@ -317,7 +318,7 @@ def test_live_boundary_values(num_microbatches: int, schedule_name: str, monkeyp
     )
     live: dict[int, list[weakref.ref[Tensor]]] = {stage_index: [] for stage_index in range(num_stages)}
     peak = dict.fromkeys(live, 0)
-    forward = pipeline_module._StageStep.forward
+    forward = stage_step.StageStep.forward
 
     def counted(self: Any, microbatch_index: int, received: tuple[Tensor, ...]) -> Any:
         output = forward(self, microbatch_index, received)
@@ -326,7 +327,7 @@ def test_live_boundary_values(num_microbatches: int, schedule_name: str, monkeyp
         peak[self._stage_index] = max(peak[self._stage_index], sum(ref() is not None for ref in boundary))
         return output
 
-    monkeypatch.setattr(pipeline_module._StageStep, "forward", counted)
+    monkeypatch.setattr(stage_step.StageStep, "forward", counted)
     gc.collect()
     gc.disable()
     try:
@@ -376,7 +377,7 @@ def test_values_are_logged_where_they_are_made() -> None:
     torch.manual_seed(0)
     module = Logging(squares).double()
     layout = ParallelLayout(num_stages=3)
-    pipeline = pipeline_module.Pipeline(
+    pipeline = Pipeline(
         module, layout=layout, global_rank=0, transport=None, num_microbatches=2, make_schedule=get_schedule, seed=3
     )
     from lightning_autopipe.planner import make_plan

@@ -1,0 +1,216 @@
+"""One stage of one step, micro-batch by micro-batch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.draws import DrawKey
+from lightning_autopipe.capture.program import StageProgram
+from lightning_autopipe.capture.replay import StageRun, TraceMismatchError
+from lightning_autopipe.core.errors import CaptureError
+from lightning_autopipe.runtime.batch_loss import JoinedValues, find_rest, join_dims
+from lightning_autopipe.runtime.executor import without_autocast
+from lightning_autopipe.runtime.loss import weighted_loss
+from lightning_autopipe.runtime.stage import StageForward, StageOutput
+from lightning_autopipe.runtime.step_capture import StepCapture, shape_key, state_key
+
+if TYPE_CHECKING:
+    from lightning_autopipe.runtime.pipeline import Pipeline
+
+
+@dataclass(slots=True, kw_only=True)
+class StepOutcome:
+    """What one step of one replica gave; all but `sizes` and `is_over_batch` on the last stage only.
+
+    `weights` are 0-dim float64 tensors: the weight of each micro-batch's loss. `losses` are 0-dim and detached. Where
+    the loss was taken over the whole batch there is one of each.
+    """
+
+    sizes: tuple[int, ...]
+    is_over_batch: bool = False
+    outputs: list[Any] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def output_sizes(self) -> tuple[int, ...]:
+        """Samples in each of the outputs."""
+        return (sum(self.sizes),) if self.is_over_batch else self.sizes
+
+    @property
+    def sizes_by_index(self) -> tuple[int, ...]:
+        """Samples by `microbatch_index`; what runs on the whole batch has the index behind the last micro-batch's."""
+        return (*self.sizes, sum(self.sizes)) if self.is_over_batch else self.sizes
+
+    def weights_by_index(self, weights: Sequence[float]) -> list[float]:
+        """Give the weights of losses by `microbatch_index`; a micro-batch without a loss counts by its samples."""
+        return [*map(float, self.sizes), *weights] if self.is_over_batch and weights else list(weights)
+
+
+class StageStep(StageForward):
+    """One stage of one step.
+
+    Args:
+        pipeline: Whose stage it is.
+        stage_index: Which one.
+        step_name: The method of the module.
+        microbatches: Arguments of each micro-batch's step.
+        outcome: Filled by the last stage.
+        training: Whether losses are back-propagated.
+        step: Number of the step, which keys its random draws.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        stage_index: int,
+        step_name: str,
+        microbatches: Sequence[Any],
+        outcome: StepOutcome,
+        training: bool,
+        step: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._store = pipeline.store
+        self._stage_index = stage_index
+        self._step_name = step_name
+        self._step_function = getattr(pipeline.module, step_name)
+        self._microbatches = list(microbatches)
+        self._outcome = outcome
+        self._training = training
+        self._step = step
+        self._is_last = stage_index == pipeline.num_stages - 1
+        self._state = (step_name, state_key(pipeline.module))
+        self._signatures = [(self._state, shape_key(args, kwargs)) for args, kwargs in microbatches]
+        self._captures: list[StepCapture] = []
+        for signature, (args, kwargs) in zip(self._signatures, microbatches, strict=True):
+            capture = self._store.capture(signature, step_name, args, kwargs)
+            self._program(capture, args, kwargs)  # all tracing comes before the first wait
+            self._captures.append(capture)
+
+    def signature(self, microbatch_index: int) -> Hashable:
+        return self._signatures[microbatch_index]
+
+    def forward(self, microbatch_index: int, received: tuple[Tensor, ...]) -> StageOutput:
+        program, run = self._run(microbatch_index, received)
+        if not self._is_last:
+            return StageOutput(sent=run.sent)
+        samples = self._outcome.sizes[microbatch_index]
+        return StageOutput(loss=self._end(program, run.result, samples, received))
+
+    def _end(self, program: StageProgram, result: Any, num_samples: int, received: Sequence[Tensor]) -> Tensor | None:
+        """Take what the step returned; give the weighted loss to back-propagate."""
+        used = program.parameter_names
+        parameters = [p for name, p in self._pipeline.module.named_parameters() if name in used]
+        weighted = weighted_loss(
+            result,
+            num_samples,
+            training=self._training,
+            connect_to=[*received, *parameters],
+            step_name=self._step_name,
+        )
+        self._outcome.weights.append(weighted.weight)
+        if weighted.loss is not None:
+            self._outcome.losses.append(weighted.loss.detach())
+        self._outcome.outputs.append(tree.map_tensors(Tensor.detach, result))
+        return weighted.to_backpropagate
+
+    def _key(self, microbatch_index: int) -> DrawKey:
+        pipeline = self._pipeline
+        return DrawKey(
+            seed=pipeline.seed,
+            step=self._step,
+            replica_index=pipeline.replica_index,
+            microbatch_index=microbatch_index,
+        )
+
+    def _bounds(self, capture: StepCapture) -> tuple[int, int | None]:
+        return capture.bounds_of(self._stage_index)
+
+    def _program(self, capture: StepCapture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StageProgram:
+        return self._store.program(capture, *self._bounds(capture), self._step_name, args, kwargs)
+
+    def _run(self, microbatch_index: int, received: Sequence[Tensor]) -> tuple[StageProgram, StageRun]:
+        """Replay; where the step takes another path than the traced one, trace again and replay that."""
+        self._pipeline.microbatch_index = microbatch_index
+        self._pipeline.batch_norm.begin_microbatch(self._stage_index, microbatch_index)
+        args, kwargs = self._microbatches[microbatch_index]
+        if self._training:
+            self._microbatches[microbatch_index] = None  # each runs once
+        key = self._key(microbatch_index)
+        program = self._program(self._captures[microbatch_index], args, kwargs)
+        try:
+            return program, program.run(self._step_function, args, kwargs, received, key)
+        except TraceMismatchError as mismatch:
+            other = None
+            if mismatch.can_retry:
+                other = self._store.other_path(self._signatures[microbatch_index], self._step_name, args, kwargs)
+            if other is None:
+                raise
+            program = self._program(other, args, kwargs)
+            self._pipeline.batch_norm.begin_microbatch(self._stage_index, microbatch_index)
+            return program, program.run(self._step_function, args, kwargs, received, key)
+
+
+class WholeBatchLastStage(StageStep):
+    """The last stage where the loss is one over the whole batch: the rest of the step runs behind the last micro-batch.
+
+    Args:
+        pipeline, step_name, microbatches, outcome, training, step: As of `StageStep`.
+        batch: Arguments of the whole batch's step.
+
+    Raises:
+        CaptureError: the step has no place from which on it could run on the whole batch.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        step_name: str,
+        microbatches: Sequence[Any],
+        outcome: StepOutcome,
+        training: bool,
+        step: int,
+        *,
+        batch: Any,
+    ) -> None:
+        store = pipeline.store
+        state = (step_name, state_key(pipeline.module))
+        whole, part = (store.capture((state, shape_key(*one)), step_name, *one) for one in (batch, microbatches[0]))
+        self._rest = find_rest(step_name, whole, part)
+        if self._rest < part.bounds_of(pipeline.num_stages - 1)[0]:
+            raise CaptureError(
+                f"loss_over='batch': the last stage begins behind the place from which on {step_name} has to run on "
+                "the whole batch. Use fewer stages (num_stages=), or loss_over='microbatch'."
+            )
+        super().__init__(pipeline, pipeline.num_stages - 1, step_name, microbatches, outcome, training, step)
+        self._rest_program = store.program(whole, self._rest, None, step_name, *batch)
+        self._values = JoinedValues(join_dims(whole, part, self._rest))
+        self._batch = batch
+
+    def _bounds(self, capture: StepCapture) -> tuple[int, int | None]:
+        return capture.bounds_of(self._stage_index)[0], self._rest
+
+    def forward(self, microbatch_index: int, received: tuple[Tensor, ...]) -> StageOutput:
+        self._values.add(microbatch_index, self._run(microbatch_index, received)[1].sent)
+        if len(self._values) == len(self._captures):
+            self._run_rest()
+        return StageOutput(roots=functools.partial(self._values.roots, microbatch_index))
+
+    def _run_rest(self) -> None:
+        after_all = len(self._captures)
+        self._pipeline.microbatch_index = after_all
+        self._pipeline.batch_norm.begin_microbatch(self._stage_index, after_all)
+        joined = self._values.join()
+        args, kwargs = self._batch
+        run = self._rest_program.run(self._step_function, args, kwargs, joined, self._key(after_all))
+        loss = self._end(self._rest_program, run.result, sum(self._outcome.sizes), joined)
+        if loss is not None and loss.requires_grad:
+            with without_autocast():
+                loss.backward()  # type: ignore[no-untyped-call]
