@@ -76,7 +76,9 @@ class AutoPipeConfig:
 
     loss_over: str = "microbatch"
     """What the loss is computed over. ``"microbatch"``: each micro-batch, then the weighted mean, which equals the
-    loss of the whole batch where that is a mean over samples or tokens. Only ``"microbatch"`` is accepted so far."""
+    loss of the whole batch where that is a mean over samples or tokens. ``"batch"``: for losses that compare samples
+    (contrastive, with in-batch negatives), layers run by micro-batch and what follows them once on a replica's whole
+    batch; this takes the GPipe schedule, which keeps the activations of all micro-batches."""
 
     verify: bool | str = "auto"
     """Whether to check, before training, that one micro-batch gives the same loss and gradients through all stages as

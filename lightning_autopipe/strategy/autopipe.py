@@ -47,7 +47,8 @@ class AutoPipeStrategy(ModuleStrategy):
         cluster: Still to come.
         split_batch: By leaf of the batch (keys joined by dots) the dimension that counts samples, or None for a leaf
             that stays whole: only for leaves whose meaning tracing cannot tell.
-        loss_over: ``"microbatch"``; ``"batch"`` is still to come.
+        loss_over: ``"microbatch"`` for a loss that is a mean over samples; ``"batch"`` for one that compares them
+            (contrastive): what follows the layers then runs once on the whole batch, under GPipe.
         verify: ``"auto"`` proves on one micro-batch that the stages give the numbers of the uncut step, where memory
             allows it; True in any case; False not.
         gather_after_fit: After ``fit`` the module on global rank 0 is whole; False saves its memory.
@@ -236,7 +237,7 @@ class AutoPipeStrategy(ModuleStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._termination is not None
         try:
-            self._termination.raise_if_asked(lambda is_asked: self.reduce_boolean_decision(is_asked, all=False))
+            self._termination.follow(self.any_rank)
         except SIGTERMException:
             self._ends_together = True
             raise

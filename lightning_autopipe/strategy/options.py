@@ -57,7 +57,8 @@ class StrategyOptions:
     """By leaf of the batch (keys joined by dots) the dimension that counts samples, or None for a leaf that stays
     whole. Leaves that are not named are found out by tracing."""
     loss_over: str = "microbatch"
-    """What the loss is a mean over: ``"microbatch"``. ``"batch"`` (contrastive losses) is still to come."""
+    """``"microbatch"``: the loss is a mean over samples, so that of a batch is the weighted mean of the micro-batches'.
+    ``"batch"``: it compares samples (contrastive losses); what follows the layers runs once on the whole batch."""
     verify: bool | Auto = "auto"
     """Prove the cut step against the whole one before training, on one micro-batch. ``"auto"``: where memory allows it;
     True: in any case; False: not."""
@@ -81,11 +82,13 @@ class StrategyOptions:
         for name in ("num_stages", "num_replicas", "num_microbatches"):
             _check_count(name, getattr(self, name))
         _check_choice("schedule", self.schedule, _SCHEDULES)
+        _check_choice("loss_over", self.loss_over, ("microbatch", "batch", "auto"))
         _check_choice("profile", self.profile, _PROFILES)
         _check_choice("process_group_backend", self.process_group_backend, _BACKENDS)
         _check_bool("gather_after_fit", self.gather_after_fit)
         _check_choice("verify", self.verify, ("auto", True, False))
         _check_choice("deferred_batch_norm", self.deferred_batch_norm, ("auto", True, False))
+        self._check_loss_over()
         self._check_partition()
         self._check_cut_after()
         self._check_split_batch()
@@ -97,6 +100,21 @@ class StrategyOptions:
     def timeout_s(self) -> float:
         """The timeout in seconds."""
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else float(self.timeout)
+
+    @property
+    def schedule_name(self) -> str:
+        """The schedule, ``"auto"`` where it is free: a loss over the batch needs all forwards before a backward."""
+        return "gpipe" if self.loss_over == "batch" else self.schedule
+
+    def _check_loss_over(self) -> None:
+        if self.loss_over != "batch":
+            return
+        given = self.plan.schedule_name if isinstance(self.plan, PipelinePlan) else self.schedule
+        if given not in ("auto", "gpipe"):
+            raise ConfigurationError(
+                "loss_over='batch' needs the outputs of all micro-batches before the first backward, which is "
+                f"schedule='gpipe'; got {given!r}. Set schedule='gpipe' or leave it unset"
+            )
 
     def _check_partition(self) -> None:
         partition = self.partition
@@ -165,7 +183,6 @@ class StrategyOptions:
     def _check_still_to_come(self) -> None:
         for name, allowed in (
             ("cluster", (None, "auto")),
-            ("loss_over", ("microbatch", "auto")),
             ("shard_optimizer", (False, "auto")),
             ("recompute", ("auto", False)),
             ("trace", (None, "auto")),

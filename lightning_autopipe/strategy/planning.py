@@ -55,7 +55,9 @@ def make_pipeline(
         groups: The runtime's groups; None where there is one process.
         device: Where this rank computes.
     """
-    schedule = options.schedule if plan is None else plan.schedule_name
+    schedule = options.schedule_name if plan is None else plan.schedule_name
+    if options.loss_over == "batch" and schedule not in ("auto", "gpipe"):
+        raise PlanError(f"loss_over='batch' needs a plan with schedule 'gpipe'; this one has {schedule!r}")
     seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**63)
     has_neighbours = groups is not None and communicator.layout.num_stages > 1
     has_replicas = groups is not None and communicator.layout.num_replicas > 1
@@ -77,6 +79,7 @@ def make_pipeline(
         seed=communicator.broadcast_in_world(seed),
         device=device,
         split_batch=options.split_batch,
+        loss_over=options.loss_over,
         batch_norm=batch_norm,
     )
 
@@ -144,7 +147,7 @@ def plan_pipeline(
             num_stages=layout.num_stages,
             num_replicas=layout.num_replicas,
             num_microbatches=sizes.num_microbatches,
-            schedule_name=options.schedule,
+            schedule_name=options.schedule_name,
             module_fingerprint=pipeline.module_fingerprint,
             partition=pipeline.cut_points_after if options.cut_after else options.partition,
             optimizer_state_ratio=optimizer_state_ratio(optimizers),

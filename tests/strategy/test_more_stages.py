@@ -40,6 +40,26 @@ class TiedBlocksModule(MlpModule):
         self.blocks[5][0].bias = self.blocks[0][0].bias
 
 
+class ContrastiveModule(MlpModule):
+    """Each sample must be most like its own shifted self, among all of the batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return torch.nn.functional.normalize(x, dim=-1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self(batch[0])
+        logits = 5 * h @ h.roll(1, -1).t()
+        loss = torch.nn.functional.cross_entropy(logits, torch.arange(len(h)))
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss + 0 * self.head.weight.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        h = self(batch[0])
+        self.log("spread", (h - h.mean(0)).norm())
+
+
 class AdapterModule(LanguageModule):
     """Row 11: low-rank adapters beside frozen weights, with a frozen tied embedding."""
 
@@ -81,6 +101,16 @@ def test_ties_and_frozen_stages() -> None:
     ranks = fit_in_processes(FITS, num_stages=3)
     for name, fit in FITS.items():
         assert_same_result(fit_plain(fit), ranks[name])
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_loss_over_the_batch(num_stages: int) -> None:
+    fit = Fit(
+        module_class=ContrastiveModule,
+        data=partial(InOrder, regression_data(24), regression_data(12, seed=1), batch_size=8, val_batch_size=6),
+        strategy_options={"loss_over": "batch", "num_microbatches": 4, "verify": True},
+    )
+    assert_same_result(fit_plain(fit), fit_in_processes({"fit": fit}, num_stages=num_stages)["fit"])
 
 
 def test_every_stage_trains() -> None:
