@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from torch._C._distributed_c10d import PrefixStore
 
+from lightning_autopipe.core.errors import ConfigurationError, PipelineRuntimeError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.planner import resolve_sizes
+from lightning_autopipe.runtime.members import Member
 from lightning_autopipe.runtime.process_groups import ProcessGroups
+from lightning_autopipe.runtime.rendezvous import meet
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.options import StrategyOptions
 
@@ -46,6 +52,67 @@ def resolve_layout(options: StrategyOptions, plan: PipelinePlan | None, world_si
         num_stages=options.num_stages, num_replicas=options.num_replicas, world_size=world_size, batch_size=1
     )
     return ParallelLayout(num_stages=sizes.num_stages, num_replicas=sizes.num_replicas)
+
+
+def check_place(own: Member, devices: Sequence[torch.device]) -> None:
+    """Checks what one process can tell alone of its rank and its devices.
+
+    Raises:
+        ConfigurationError: it has no place in the run, or no device.
+    """
+    if not 0 <= own.global_rank < own.world_size:
+        raise ConfigurationError(
+            f"this process has global rank {own.global_rank}, but the world size is {own.world_size}: set RANK (or "
+            f"SLURM_PROCID) to 0 to {own.world_size - 1}, or WORLD_SIZE (SLURM_NTASKS) to the number of processes"
+        )
+    if own.num_devices > 1 and not 0 <= own.local_rank < own.num_devices:
+        raise ConfigurationError(
+            f"this process has local rank {own.local_rank} on node {own.node_rank}, but the Trainer has "
+            f"{own.num_devices} devices there: set devices={own.local_rank + 1} or more, or start {own.num_devices} "
+            "processes (torchrun --nproc-per-node, srun --ntasks-per-node)"
+        )
+    if own.backend == "nccl" and len(set(devices)) < len(devices):
+        raise ConfigurationError(
+            f"several of the parallel_devices {[str(device) for device in devices]} are one GPU, and NCCL refuses two "
+            "processes on one GPU: set process_group_backend='gloo', or name each GPU once"
+        )
+
+
+def join_processes(environment: ClusterEnvironment, own: Member, *, device: torch.device, timeout_s: float) -> None:
+    """Meets the other processes of the run and starts the default process group with them.
+
+    Raises:
+        ConfigurationError: the processes do not fit together.
+        PipelineRuntimeError: some did not come, or cannot be reached.
+    """
+    own = replace(own, accelerator_id=accelerator_id(device))
+    store = meet(
+        own,
+        address=environment.main_address,
+        port=environment.main_port,
+        timeout_s=timeout_s,
+        launched_by=type(environment).__name__,
+    )
+    try:
+        _init_dist_connection(
+            environment,
+            own.backend,
+            store=PrefixStore("default_pg", store),
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if own.backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        raise PipelineRuntimeError(
+            f"{own} met all {own.world_size} processes, but cannot join them over {own.backend}: {error}. On a machine "
+            f"with several networks, set {own.backend.upper()}_SOCKET_IFNAME to the interface that reaches the others"
+        ) from error
+
+
+def accelerator_id(device: torch.device) -> str | None:
+    """What tells an accelerator from all others; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    return f"GPU {torch.cuda.get_device_properties(device).uuid}"
 
 
 def make_communicator(groups: ProcessGroups | None, layout: ParallelLayout, device: torch.device) -> Communicator:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
     _sync_ddp,
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states, reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -25,9 +24,17 @@ from torch.distributed import ReduceOp
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.runtime.failure import FailureMonitor
+from lightning_autopipe.runtime.members import Member, check_members
 from lightning_autopipe.runtime.process_groups import ProcessGroups, create_process_groups
 from lightning_autopipe.strategy.communicator import Communicator
-from lightning_autopipe.strategy.environment import given_plan, make_communicator, resolve_layout
+from lightning_autopipe.strategy.environment import (
+    check_place,
+    given_plan,
+    join_processes,
+    make_communicator,
+    resolve_layout,
+)
+from lightning_autopipe.strategy.launcher import ScriptLauncher, forget_another_launch, with_given_ranks
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.refusals import refuse_interactive_session, refuse_sync_batchnorm
 
@@ -44,6 +51,7 @@ class ProcessStrategy(ParallelStrategy):
     options: StrategyOptions
 
     def __init__(self, options: StrategyOptions, **components: Any) -> None:
+        forget_another_launch()
         super().__init__(**components)
         self.options = options
         self._num_nodes = 1
@@ -65,8 +73,19 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
+        devices = self.parallel_devices
+        assert devices is not None
+        # One device is that of every process here: a CPU, the only GPU that each process sees, or one that they share.
+        return devices[self.local_rank if len(devices) > 1 else 0]
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Who has started the processes, and tells each its rank."""
+        return self._cluster_environment
+
+    @cluster_environment.setter
+    def cluster_environment(self, environment: ClusterEnvironment | None) -> None:
+        self._cluster_environment = with_given_ranks(environment)
 
     @property
     def num_nodes(self) -> int:
@@ -79,7 +98,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this machine."""
+        """Processes that Lightning's own launcher starts on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -131,10 +150,12 @@ class ProcessStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         refuse_sync_batchnorm(self._layer_sync)
-        assert self.layout  # refuses a wrong number of processes in the Trainer's own line
+        # What one process can tell alone is refused in the Trainer's own line.
+        check_place(self._introduction(), self.parallel_devices or ())
+        assert self.layout
         if self.world_size > 1:
             refuse_interactive_session(self.world_size)
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -142,6 +163,8 @@ class ProcessStrategy(ParallelStrategy):
         self.set_world_ranks()
         if self.world_size > 1:
             self._start_processes()
+        else:
+            check_members([self._introduction()])
         world_group = None if self._groups is None else self._groups.control
         # Kept from run to run with what depends on it, unless the processes have met anew.
         if self._communicator is None or self._communicator.world_group is not world_group:
@@ -149,16 +172,30 @@ class ProcessStrategy(ParallelStrategy):
 
     def _start_processes(self) -> None:
         assert self.cluster_environment is not None
-        timeout = timedelta(seconds=self.options.timeout_s)
-        backend = self.options.process_group_backend
-        backend = backend or _get_default_process_group_backend_for_device(self.root_device)
-        device_id = self.root_device if self.root_device.type != "cpu" and backend == "nccl" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
+        if not dist.is_initialized():
+            join_processes(
+                self.cluster_environment,
+                self._introduction(),
+                device=self.root_device,
+                timeout_s=self.options.timeout_s,
+            )
         self._groups = create_process_groups(
             self.layout, timeout_s=self.options.timeout_s, backend=self.options.process_group_backend
         )
         self._monitor = FailureMonitor(self.layout)
         self._monitor.start()
+
+    def _introduction(self) -> Member:
+        backend = self.options.process_group_backend
+        return Member(
+            global_rank=self.global_rank,
+            world_size=self.world_size,
+            node_rank=self.node_rank,
+            local_rank=self.local_rank,
+            num_nodes=self.num_nodes,
+            num_devices=len(self.parallel_devices or ()),
+            backend=backend or _get_default_process_group_backend_for_device(self.root_device),
+        )
 
     def naming_first_error(self) -> contextlib.AbstractContextManager[None]:
         """A context in which an error that another rank's failure has caused is raised as that failure."""
@@ -229,9 +266,12 @@ class ProcessStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """One decision for all ranks: ``all`` or any of theirs."""
+        return not self.any_rank([not decision])[0] if all else self.any_rank([decision])[0]
+
+    def any_rank(self, decisions: Sequence[bool]) -> list[bool]:
+        """For each decision whether it is True on any rank."""
         if self._groups is None or self.is_interrupted or self.is_silent:
-            return decision
-        vote = torch.tensor([int(decision)])
-        operation = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
-        dist.all_reduce(vote, op=operation, group=self._groups.control)
-        return bool(vote.item())
+            return list(decisions)
+        votes = torch.tensor([int(decision) for decision in decisions])
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._groups.control)
+        return [bool(vote) for vote in votes.tolist()]

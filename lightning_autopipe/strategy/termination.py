@@ -1,8 +1,8 @@
-"""SIGTERM on any rank ends all of them after the same batch."""
+"""Signals that any rank gets (the end, a requeue by SLURM) are followed by all of them between the same batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,41 +10,57 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 
 class SharedTermination:
-    """Takes the place of Lightning's SIGTERM handler, between `install` and `remove`.
+    """Takes the place of Lightning's handlers of SIGTERM and of SLURM's requeue signal, from `install` to `remove`.
 
-    Lightning's own broadcasts inside the handler, in the middle of whatever the process is doing: a rank that is in
-    another collective then never returns. Here the handler sets a flag, and all ranks decide before each batch.
+    Lightning's own broadcast, or save a checkpoint, inside the handler, in the middle of whatever the process is doing:
+    a rank that is in another collective then never returns. Here a handler sets a flag, and all ranks decide before
+    each batch.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._is_asked = False
+        self._is_asked_to_end = False
+        self._is_asked_to_requeue = False
+        self._has_requeued = False
 
     def install(self) -> None:
         """Must come before the Trainer registers its handlers, which is after a strategy's setup."""
-        self._trainer._signal_connector.__dict__["_sigterm_notifier_fn"] = self._on_signal
+        connector = self._trainer._signal_connector
+        connector.__dict__["_sigterm_notifier_fn"] = self._on_sigterm
+        connector.__dict__["_slurm_sigusr_handler_fn"] = self._on_requeue_signal
         self._trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
 
     def remove(self) -> None:
         """Undoes `install`."""
-        self._trainer._signal_connector.__dict__.pop("_sigterm_notifier_fn", None)
+        connector = self._trainer._signal_connector
+        connector.__dict__.pop("_sigterm_notifier_fn", None)
+        connector.__dict__.pop("_slurm_sigusr_handler_fn", None)
         self._trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
-    def raise_if_asked(self, on_any_rank: Callable[[bool], bool]) -> None:
-        """Ends the run if any rank was asked to. Collective over all ranks.
+    def follow(self, on_any_rank: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
+        """Saves and requeues, or ends the run, if any rank was asked to. Collective over all ranks.
 
         Args:
-            on_any_rank: Whether a decision is True on some rank.
+            on_any_rank: For each of some decisions whether it is True on some rank.
 
         Raises:
-            SIGTERMException: some rank was.
+            SIGTERMException: some rank was asked to end.
         """
-        if on_any_rank(self._is_asked):
-            self._trainer._signal_connector.received_sigterm = True
+        requeue, end = on_any_rank((self._is_asked_to_requeue, self._is_asked_to_end))
+        connector = self._trainer._signal_connector
+        if requeue and not self._has_requeued:
+            self._has_requeued = True  # each rank gets the signal, some of them later
+            environment: Any = self._trainer._accelerator_connector.cluster_environment
+            type(connector)._slurm_sigusr_handler_fn(connector, environment.requeue_signal, None)  # type: ignore[arg-type]
+        if end:
+            connector.received_sigterm = True
             raise SIGTERMException
 
-    def _on_signal(self, signum: int, frame: Any) -> None:
+    def _on_sigterm(self, signum: int, frame: Any) -> None:
         launcher = self._trainer.strategy.launcher
-        if not self._is_asked and launcher is not None:
+        if not self._is_asked_to_end and launcher is not None:
             launcher.kill(signum)
-        self._is_asked = True
+        self._is_asked_to_end = True
+
+    def _on_requeue_signal(self, signum: int, frame: Any) -> None:
+        self._is_asked_to_requeue = True
