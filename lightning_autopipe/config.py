@@ -46,9 +46,9 @@ class AutoPipeConfig:
     backwards; activations of all micro-batches are kept."""
 
     partition: Any = "auto"
-    """How layers are shared between stages. ``"auto"``: contiguous runs of layers, with what the costliest one
-    costs as small as possible. A list of layer indices, such as ``[4, 8]``: those at which the second and later
-    stages begin."""
+    """How layers are shared between stages, in contiguous runs. ``"auto"``: so that the simulated step is as short as
+    possible. ``"uniform"``: equally many layers on each stage. ``"parameters"``: parameters as even as possible. A list
+    of layer indices, such as ``[4, 8]``: those at which the second and later stages begin."""
 
     profile: str = "auto"
     """What layers are balanced by. ``"measured"``: the seconds that forward and backward of each take on this device

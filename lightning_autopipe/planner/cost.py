@@ -47,7 +47,8 @@ class CostModel:
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
         self.num_layers = profile.num_layers
-        measured = measurements(profile.layers)
+        measured = self.measured = measurements(profile.layers)
+        """What was measured of each layer, for memory; empty where nothing was."""
         self._tables: dict[str, list[DeviceTimes]] = {}
         for table in sorted(profile.times, key=lambda table: table.microbatch_size):
             self._tables.setdefault(table.device_model, []).append(table)
@@ -102,11 +103,11 @@ class CostModel:
 
     def sent_bytes(self, cut: int, *, microbatch_size: float | None = None) -> int:
         """Bytes of the values that cross the cut before layer ``cut``, for one micro-batch; 0 at both ends."""
-        return self._scaled(self._sent[cut], microbatch_size)
+        return self.at_size(self._sent[cut], microbatch_size)
 
     def gradient_bytes(self, cut: int, *, microbatch_size: float | None = None) -> int:
         """Bytes of the gradients that come back across the cut before layer ``cut``; 0 at both ends."""
-        return self._scaled(self._gradients[cut], microbatch_size)
+        return self.at_size(self._gradients[cut], microbatch_size)
 
     def tied_bytes(self, partition: Partition) -> dict[tuple[int, ...], int]:
         """Bytes of the gradients that stages sum because they share parameters, by the stages that do."""
@@ -117,7 +118,8 @@ class CostModel:
                 found[stages] = found.get(stages, 0) + num_bytes
         return dict(sorted(found.items()))
 
-    def _scaled(self, num_bytes: int, microbatch_size: float | None) -> int:
+    def at_size(self, num_bytes: int, microbatch_size: float | None) -> int:
+        """Bytes of a micro-batch of some size, from those of one of the profiled size."""
         if microbatch_size is None:
             return num_bytes
         return round(num_bytes * microbatch_size / self.microbatch_size)

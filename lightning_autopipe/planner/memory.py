@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_autopipe.core.profile import LayerMeasurement, LayerProfile
-from lightning_autopipe.planner.cost import measurements
+from lightning_autopipe.planner.cost import CostModel
 
 _MESSAGES_AHEAD = 2
 """What the runtime's transport may have posted receives for, each way, before they are needed."""
@@ -16,7 +16,7 @@ _MESSAGES_BEHIND = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """Bytes of one stage; those for micro-batches are of one of the profiled size."""
+    """Bytes of one stage; those for micro-batches are of one whole one."""
 
     parameter_bytes: int
     """Of all parameters on the stage, copies of tied ones included."""
@@ -40,7 +40,12 @@ class StageMemory:
 
 
 def stage_memory(
-    layers: Sequence[LayerProfile], owned: range, *, num_microbatches: int, optimizer_state_ratio: float
+    cost: CostModel,
+    owned: range,
+    *,
+    num_microbatches: int,
+    microbatch_size: float | None = None,
+    optimizer_state_ratio: float,
 ) -> StageMemory:
     """Bytes of a stage that owns a range of layers.
 
@@ -49,15 +54,16 @@ def stage_memory(
     of the layers before it. Where layers were not measured, activations count nothing.
 
     Args:
-        layers: of the module.
+        cost: of the module's layers.
         owned: indices of the stage's.
         num_microbatches: of a step.
+        microbatch_size: samples; None: as profiled.
         optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters.
     """
-    own = layers[owned.start : owned.stop]
+    own = cost.profile.layers[owned.start : owned.stop]
     parameter_bytes, trainable_bytes = _parameter_bytes(own)
-    measured = measurements(layers)[owned.start : owned.stop]
-    before = layers[owned.start - 1].measured if owned.start else None
+    measured = cost.measured[owned.start : owned.stop]
+    before = cost.measured[owned.start - 1] if measured and owned.start else None
     stash_bytes = working_bytes = buffer_bytes = 0
     if measured:
         received_bytes = before.sent_bytes if before else 0
@@ -76,9 +82,9 @@ def stage_memory(
         parameter_bytes=parameter_bytes,
         gradient_bytes=trainable_bytes,
         optimizer_bytes=round(optimizer_state_ratio * trainable_bytes),
-        stash_bytes=stash_bytes,
-        working_bytes=working_bytes,
-        buffer_bytes=buffer_bytes,
+        stash_bytes=cost.at_size(stash_bytes, microbatch_size),
+        working_bytes=cost.at_size(working_bytes, microbatch_size),
+        buffer_bytes=cost.at_size(buffer_bytes, microbatch_size),
     )
 
 

@@ -36,14 +36,19 @@ def min_max_partition(costs: Sequence[float], num_stages: int) -> Partition:
     return Partition(cut_points=_most_even_cuts(prefix, num_stages, bottleneck), num_layers=len(costs))
 
 
+def check_enough_layers(num_stages: int, num_layers: int) -> None:
+    """Raises ConfigurationError where a stage would have no layer."""
+    if num_stages > num_layers:
+        raise ConfigurationError(
+            f"num_stages={num_stages} is more than the {num_layers} layers that the module can be cut into: a stage "
+            f"owns at least one; set num_stages to at most {num_layers} (more processes can run as num_replicas)"
+        )
+
+
 def _check(costs: Sequence[float], num_stages: int) -> None:
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigurationError(f"num_stages must be an integer >= 1, got {num_stages!r}; set num_stages")
-    if num_stages > len(costs):
-        raise ConfigurationError(
-            f"num_stages={num_stages} is more than the {len(costs)} layers that the module can be cut into: a stage "
-            f"owns at least one; set num_stages to at most {len(costs)} (more processes can run as num_replicas)"
-        )
+    check_enough_layers(num_stages, len(costs))
     for layer_index, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigurationError(f"the cost of layer {layer_index} must be finite and >= 0, got {cost!r}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from lightning_autopipe.core.errors import ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
@@ -12,11 +11,17 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.min_max import min_max_partition
+from lightning_autopipe.planner.objective import PipelineSetting
+from lightning_autopipe.planner.partitioner import choose_partition
 from lightning_autopipe.planner.prediction import predict_stages
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
+from lightning_autopipe.schedules.one_f_one_b import default_depths
 
 DEFAULT_SCHEDULE = "1f1b"
 """What ``schedule="auto"`` means: as fast as GPipe, with at most num_stages micro-batches alive on a stage."""
+
+PARTITION_RULES = ("auto", "uniform", "parameters")
+"""What ``partition`` can name: the shortest simulated step, equally many layers, or parameters as even as possible."""
 
 
 def make_plan(
@@ -27,10 +32,10 @@ def make_plan(
     num_microbatches: int,
     schedule_name: str = "auto",
     module_fingerprint: str,
-    partition: Literal["auto"] | Partition | Sequence[int] = "auto",
+    partition: str | Partition | Sequence[int] = "auto",
     optimizer_state_ratio: float = 2.0,
 ) -> PipelinePlan:
-    """A plan that balances the layers over the stages.
+    """A plan that shares the layers between the stages.
 
     Args:
         profile: the layers of the module.
@@ -39,8 +44,9 @@ def make_plan(
         num_microbatches: micro-batches a step and replica.
         schedule_name: ``"1f1b"``, ``"gpipe"``, or ``"auto"`` for the first.
         module_fingerprint: identifies the module that the profile is of.
-        partition: ``"auto"`` for the most even one; or the partition itself; or its cut points, the layer index at
-            which each stage after the first begins.
+        partition: ``"auto"`` for the one with the shortest step; ``"uniform"`` for equally many layers on each stage;
+            ``"parameters"`` for bytes of parameters as even as possible; or the partition itself; or its cut points,
+            the layer index at which each stage after the first begins.
         optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters, for the prediction of
             memory; AdamW has two.
 
@@ -55,11 +61,10 @@ def make_plan(
         raise ConfigurationError(f"schedule={schedule_name!r} is not known; set it to one of {allowed}")
     layout = ParallelLayout(num_stages=num_stages, num_replicas=num_replicas)
     cost = CostModel(profile)
-    costs = [cost.work_s(Work.FORWARD, layers) + cost.work_s(Work.BACKWARD, layers) for layers in _each(profile)]
     if isinstance(partition, str):
-        if partition != "auto":
-            raise ConfigurationError(f'partition must be "auto" or a list of cut points, got {partition!r}')
-        chosen = min_max_partition(costs, num_stages)
+        chosen = _partition_by_rule(
+            partition, cost, num_stages=num_stages, num_microbatches=num_microbatches, schedule_name=schedule_name
+        )
     else:
         chosen = _given_partition(partition, num_layers=profile.num_layers, num_stages=num_stages)
     return PipelinePlan(
@@ -69,7 +74,7 @@ def make_plan(
         layout=layout,
         schedule_name=schedule_name,
         num_microbatches=num_microbatches,
-        stage_work_shares=_work_shares(costs, chosen),
+        stage_work_shares=_work_shares(cost, chosen),
         stage_predictions=predict_stages(
             profile.layers,
             chosen,
@@ -78,6 +83,22 @@ def make_plan(
             optimizer_state_ratio=optimizer_state_ratio,
         ),
     )
+
+
+def _partition_by_rule(
+    rule: str, cost: CostModel, *, num_stages: int, num_microbatches: int, schedule_name: str
+) -> Partition:
+    if rule == "uniform":
+        return min_max_partition([1] * cost.num_layers, num_stages)
+    if rule == "parameters":
+        return min_max_partition([layer.param_bytes for layer in cost.profile.layers], num_stages)
+    if rule != "auto":
+        allowed = ", ".join(f'"{name}"' for name in PARTITION_RULES)
+        raise ConfigurationError(f"partition must be {allowed} or a list of cut points, got {rule!r}")
+    setting = PipelineSetting(cost=cost, num_stages=num_stages, num_microbatches=(num_microbatches,))
+    # GPipe's lists are those of 1F1B with all forwards as warm-up.
+    depths = default_depths(num_stages) if schedule_name == "1f1b" else (num_microbatches - 1,) * num_stages
+    return choose_partition(setting, depths=depths).partition
 
 
 def _given_partition(partition: Partition | Sequence[int], *, num_layers: int, num_stages: int) -> Partition:
@@ -100,11 +121,8 @@ def _given_partition(partition: Partition | Sequence[int], *, num_layers: int, n
     return partition
 
 
-def _work_shares(costs: Sequence[float], partition: Partition) -> tuple[float, ...]:
-    total = sum(costs)
-    stages = range(partition.num_stages)
-    return tuple(sum(costs[index] for index in partition.stage_layers(stage_index)) / total for stage_index in stages)
-
-
-def _each(profile: ModelProfile) -> list[range]:
-    return [range(index, index + 1) for index in range(profile.num_layers)]
+def _work_shares(cost: CostModel, partition: Partition) -> tuple[float, ...]:
+    stages = [partition.stage_layers(stage_index) for stage_index in range(partition.num_stages)]
+    work = [cost.work_s(Work.FORWARD, layers) + cost.work_s(Work.BACKWARD, layers) for layers in stages]
+    total = sum(work) or 1.0
+    return tuple(seconds / total for seconds in work)

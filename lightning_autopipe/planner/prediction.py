@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.prediction import StagePrediction
 from lightning_autopipe.core.profile import LayerProfile, ModelProfile
-from lightning_autopipe.planner.cost import CostModel, Work, measurements
+from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.memory import stage_memory
 from lightning_autopipe.schedules.catalog import get_schedule
 from lightning_autopipe.schedules.stash import peak_stash
@@ -30,15 +30,15 @@ def predict_stages(
         num_microbatches: of a step.
         optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters.
     """
-    if not measurements(layers):
-        return ()
     cost = CostModel(ModelProfile(layers=tuple(layers)))
+    if not cost.measured:
+        return ()
     schedule = get_schedule(schedule_name, partition.num_stages, num_microbatches)
     predictions = []
     for stage_index in range(partition.num_stages):
         owned = partition.stage_layers(stage_index)
         memory = stage_memory(
-            layers, owned, num_microbatches=num_microbatches, optimizer_state_ratio=optimizer_state_ratio
+            cost, owned, num_microbatches=num_microbatches, optimizer_state_ratio=optimizer_state_ratio
         )
         predictions.append(
             StagePrediction(

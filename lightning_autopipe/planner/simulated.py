@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.schedule import Action, ActionType, Schedule
 from lightning_autopipe.core.timeline import StepEnd, Timeline, TimelineEvent
-from lightning_autopipe.planner.workload import Reduction, StageWork, StepWork
+from lightning_autopipe.planner.reduction import Reduction
+from lightning_autopipe.planner.workload import StageWork, StepWork
 from lightning_autopipe.schedules.dependencies import on_stage
 from lightning_autopipe.schedules.stash import slice_counts
 

@@ -8,6 +8,7 @@ from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.schedule import Schedule
 from lightning_autopipe.planner.links import LinkNetwork, Route
+from lightning_autopipe.planner.reduction import Reduction, step_end_reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,48 +89,5 @@ class StepWork:
 
     def reductions(self) -> list[Reduction]:
         """The sums of gradients at the step's end, in the order in which a rank goes through its own."""
-        replicas = range(len(self.stages))
-        ranks = self.stage_ranks
-        found = [
-            Reduction(
-                is_tie=True,
-                members=tuple(ranks[replica][stage] for replica in replicas for stage in stages),
-                num_bytes=num_bytes,
-            )
-            for stages, num_bytes in self.tied_bytes
-        ]
-        if len(replicas) > 1:
-            found += [
-                Reduction(
-                    is_tie=False,
-                    members=tuple(ranks[replica][stage] for replica in replicas),
-                    num_bytes=self.stages[0][stage].reduced_bytes,
-                )
-                for stage in range(self.num_stages)
-            ]
-        return [reduction for reduction in found if reduction.num_bytes > 0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """A sum over ranks, in a ring: each sends 2 (N - 1) pieces of 1/N of the bytes to the next one."""
-
-    is_tie: bool
-    members: tuple[int, ...]
-    """Global ranks, in the ring's order."""
-    num_bytes: float
-
-    @property
-    def hops(self) -> tuple[tuple[int, int], ...]:
-        """The ring's pairs of neighbours."""
-        return tuple(zip(self.members, self.members[1:] + self.members[:1], strict=True))
-
-    @property
-    def num_rounds(self) -> int:
-        """Pieces that each member sends, one after the other."""
-        return 2 * (len(self.members) - 1)
-
-    @property
-    def hop_bytes(self) -> float:
-        """Bytes that each member sends to the next one."""
-        return self.num_rounds * self.num_bytes / len(self.members)
+        reduced_bytes = [stage.reduced_bytes for stage in self.stages[0]]
+        return step_end_reductions(self.stage_ranks, self.tied_bytes, reduced_bytes)

@@ -67,5 +67,5 @@ def _check_depths(depths: Sequence[int], num_stages: int) -> None:
         if stage_index > 0 and depth > depths[stage_index - 1]:
             raise ConfigurationError(
                 f"the warm-up depth of stage {stage_index} is {depth}, allowed is at most the "
-                f"{depths[stage_index - 1]} of stage {stage_index - 1}: both would wait for each other (depths {tuple(depths)})"
+                f"{depths[stage_index - 1]} of stage {stage_index - 1}: both would wait for each other"
             )

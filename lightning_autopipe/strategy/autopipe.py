@@ -20,7 +20,7 @@ from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.strategy.loader import PipelineLoader
 from lightning_autopipe.strategy.module_strategy import ModuleStrategy
-from lightning_autopipe.strategy.options import DEFAULT_TIMEOUT_S, Auto, StrategyOptions
+from lightning_autopipe.strategy.options import DEFAULT_TIMEOUT_S, Auto, PartitionRule, StrategyOptions
 from lightning_autopipe.strategy.planning import first_training_arguments, in_training_mode, random_state
 from lightning_autopipe.strategy.predictions import silence_writers, unsilence_writers
 from lightning_autopipe.strategy.refusals import refuse_other_namespace
@@ -39,7 +39,8 @@ class AutoPipeStrategy(ModuleStrategy):
         num_microbatches: Micro-batches per replica and step; ``"auto"`` is four per stage, at most the batch's samples.
             More of them idle less; fewer are larger.
         schedule: ``"1f1b"`` keeps few micro-batches alive at once, ``"gpipe"`` all of them; ``"auto"`` is 1F1B.
-        partition: ``"auto"`` balances what layers cost; or the layer index at which each later stage begins.
+        partition: ``"auto"`` is the shortest step by what layers cost, ``"uniform"`` equally many layers on each stage,
+            ``"parameters"`` parameters as even as possible; or the layer index at which each later stage begins.
         profile: ``"measured"``: layers cost the time they take on this device; ``"flops"``: their floating-point
             operations; ``"auto"`` measures before a fit on several stages.
         cut_after: Paths of the modules after which stages end, such as ``["net.h.5"]`` for two stages.
@@ -79,7 +80,7 @@ class AutoPipeStrategy(ModuleStrategy):
         num_replicas: int | Auto = "auto",
         num_microbatches: int | Auto = "auto",
         schedule: str = "auto",
-        partition: Auto | Partition | Sequence[int] = "auto",
+        partition: PartitionRule | Partition | Sequence[int] = "auto",
         profile: str = "auto",
         cut_after: Sequence[str] | None = None,
         plan: str | Path | PipelinePlan | None = None,  # Path, not PathLike: jsonargparse would read the file

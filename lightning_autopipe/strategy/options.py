@@ -18,6 +18,9 @@ Auto = Literal["auto"]
 DEFAULT_TIMEOUT_S = 1800.0
 """How long a rank waits for another one before the run ends with an error."""
 
+PartitionRule = Literal["auto", "uniform", "parameters"]
+
+_PARTITION_RULES = ("auto", "uniform", "parameters")
 _SCHEDULES = ("auto", "1f1b", "gpipe")
 _PROFILES = ("auto", "measured", "flops")
 _BACKENDS = (None, "gloo", "nccl")
@@ -42,8 +45,9 @@ class StrategyOptions:
     """Micro-batches per replica and step. ``"auto"``: four per stage, at most the batch's samples."""
     schedule: str = "auto"
     """``"1f1b"`` (few micro-batches alive at once) or ``"gpipe"`` (all of them). ``"auto"``: 1F1B."""
-    partition: Auto | Partition | Sequence[int] = "auto"
-    """The layer index at which each stage after the first begins. ``"auto"``: balanced by what layers cost."""
+    partition: PartitionRule | Partition | Sequence[int] = "auto"
+    """The layer index at which each stage after the first begins. ``"auto"``: the shortest step by what layers cost;
+    ``"uniform"``: equally many layers on each stage; ``"parameters"``: parameters as even as possible."""
     profile: str = "auto"
     """What layers cost: ``"measured"`` seconds, or counted floating-point operations (``"flops"``). ``"auto"``:
     measured before a fit on several stages; counted where measuring fails, with a warning."""
@@ -118,13 +122,13 @@ class StrategyOptions:
 
     def _check_partition(self) -> None:
         partition = self.partition
-        if isinstance(partition, Partition) or (isinstance(partition, str) and partition == "auto"):
+        if isinstance(partition, Partition) or (isinstance(partition, str) and partition in _PARTITION_RULES):
             return
         is_cuts = isinstance(partition, Sequence) and not isinstance(partition, str)
         if not is_cuts or any(isinstance(cut, bool) or not isinstance(cut, int) for cut in partition):
             raise ConfigurationError(
-                'partition must be "auto", a Partition, or the list of layer indices at which the stages after the '
-                f"first begin; got {partition!r}"
+                'partition must be "auto", "uniform", "parameters", a Partition, or the list of layer indices at which '
+                f"the stages after the first begin; got {partition!r}"
             )
 
     def _check_cut_after(self) -> None:

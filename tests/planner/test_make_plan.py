@@ -39,6 +39,26 @@ def test_a_given_partition_is_taken(partition: Any) -> None:
     assert plan.stage_work_shares == (0.25, 0.75)
 
 
+def test_layers_or_parameters_are_shared_evenly_on_request() -> None:
+    bytes_by_layer = [100, 100, 400, 100, 100, 100]
+    layers = tuple(
+        LayerProfile(name=str(index), forward_flops=10.0**index, param_bytes=number)
+        for index, number in enumerate(bytes_by_layer)
+    )
+    profile = ModelProfile(layers=layers)
+    assert planned(profile, partition="uniform").partition.cut_points == (3,)
+    assert planned(profile, partition="uniform", num_stages=4).partition.cut_points == (2, 4, 5)
+    assert planned(profile, partition="parameters", num_stages=3).partition.cut_points == (2, 3)
+    assert planned(profile).partition.cut_points == (5,)
+
+
+def test_the_schedule_counts() -> None:
+    """Under 1F1B a heavier first stage costs less: it has a forward more behind it before the first gradient comes."""
+    profile = a_profile(*[1.0] * 7)
+    assert planned(profile, num_stages=3, num_microbatches=3).partition.cut_points == (3, 5)
+    assert planned(profile, num_stages=3, num_microbatches=3, schedule_name="gpipe").partition.cut_points == (3, 5)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -49,7 +69,10 @@ def test_a_given_partition_is_taken(partition: Any) -> None:
             "schedule='zero_bubble' is not known; set it to one of 'auto', '1f1b', 'gpipe'",
         ),
         ({"schedule_name": "forward_only"}, "schedule='forward_only' is not known"),
-        ({"partition": "even"}, "partition must be \"auto\" or a list of cut points, got 'even'"),
+        (
+            {"partition": "even"},
+            'partition must be "auto", "uniform", "parameters" or a list of cut points, got \'even\'',
+        ),
         ({"partition": [4]}, r"partition=\(4,\) does not fit the module: .*allowed are 1 to 3"),
         ({"partition": [1, 2]}, r"has 3 stages, but num_stages is 2; give 1 cut points, or set num_stages=3"),
         ({"partition": Partition(cut_points=(1,), num_layers=5)}, "for 5 layers, but the module has 4"),

@@ -35,6 +35,8 @@ def plan() -> PipelinePlan:
         {},
         {"num_stages": 2, "num_replicas": 2, "num_microbatches": 8},
         {"schedule": "gpipe"},
+        {"partition": "uniform"},
+        {"partition": "parameters"},
         {"partition": [1, 2]},
         {"partition": (1, 2)},
         {"partition": Partition(cut_points=(1,), num_layers=3)},

@@ -1,0 +1,109 @@
+"""Shares layers between stages and chooses how far each stage runs ahead, together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.planner.objective import Objective, PipelineSetting
+from lightning_autopipe.planner.partitioner import EFFORT, MAX_EXACT, PartitionChoice, PartitionSearch
+from lightning_autopipe.planner.replica import Cuts, Depths
+
+_SLOPES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 0.75, 0.5, 0.0)
+"""Micro-batches of warm-up for each stage that follows; below 1 for where memory is short."""
+_SAME = 1 + 1e-12
+
+
+def choose_partition_and_depths(
+    setting: PipelineSetting, *, effort: int = EFFORT, max_exact: int = MAX_EXACT
+) -> PartitionChoice:
+    """The partition and the warm-up depths with the shortest step; of equally short ones those that keep least.
+
+    Deeper warm-ups let uneven stages and slow links wait less, as far as memory allows it. For several slopes of the
+    depth over the stages a partition is searched; from the best of these, depths and cuts are improved in turn. At last
+    every depth is lowered as far as the step stays as short.
+
+    Args:
+        setting: what is given.
+        effort: actions that may be simulated in all.
+        max_exact: number of partitions up to which all are looked at for each choice of depths.
+
+    Raises:
+        ConfigurationError: there are more stages than layers, or nothing was found that fits the memory.
+    """
+    objective = Objective(setting)
+    best: PartitionChoice | None = None
+    failure: ConfigurationError | None = None
+    starts = list(dict.fromkeys(_starts(objective)))
+    for depths in starts:
+        try:
+            found = PartitionSearch(objective, depths, effort=effort // (2 * len(starts))).run(max_exact=max_exact)
+        except ConfigurationError as error:
+            failure = failure or error
+            continue
+        if best is None or found.step_s * _SAME < best.step_s:
+            best = found
+    if best is None:
+        assert failure is not None
+        raise failure
+    cuts, depths, step_s = best.partition.cut_points, best.depths, best.step_s
+    last_action = objective.num_priced_actions + effort // 2
+    while objective.num_priced_actions < last_action:
+        deeper = _improved_depths(objective, cuts, depths, step_s)
+        if deeper is None:
+            break
+        search = PartitionSearch(objective, deeper, effort=last_action - objective.num_priced_actions)
+        search.look_around([cuts])
+        cuts, depths, step_s = search.best, deeper, search.step_s
+    depths = _trimmed(objective, cuts, depths, step_s)
+    return PartitionChoice(
+        partition=Partition(cut_points=cuts, num_layers=objective.num_layers),
+        depths=depths,
+        step_s=objective.step_s(cuts, depths),
+        is_exact=False,
+    )
+
+
+def _starts(objective: Objective) -> Iterator[Depths]:
+    num_stages = objective.setting.num_stages
+    most = max(objective.setting.num_microbatches) - 1
+    for slope in _SLOPES:
+        yield tuple(min(most, math.ceil(slope * (num_stages - 1 - stage))) for stage in range(num_stages))
+    yield tuple(min(most, depth) for depth in _depths_for_links(objective))
+
+
+def _depths_for_links(objective: Objective) -> Depths:
+    """One for each stage that follows, and for each cut that follows as many as a crossing there and back lasts."""
+    num_stages, num_layers = objective.setting.num_stages, objective.num_layers
+    total_s = sum(prefix[-1] for prefix in objective.stage_prefixes()) / num_stages
+    _, entries = objective.bound_weights((0,) * num_stages)
+    depths = [0]
+    for stage_index in range(num_stages - 1, 0, -1):
+        crossing_s = sorted(entries[stage_index])[num_layers // 2]
+        depths.append(depths[-1] + 1 + (math.ceil(crossing_s * num_stages / total_s) if total_s else 0))
+    return tuple(reversed(depths))
+
+
+def _improved_depths(objective: Objective, cuts: Cuts, depths: Depths, step_s: float) -> Depths | None:
+    """Depths that shorten the step with the same cuts: those of the first stages, as many as help, one deeper."""
+    most = max(objective.setting.num_microbatches) - 1
+    for num_deeper in range(len(depths), 0, -1):
+        deeper = (*(min(most, depth + 1) for depth in depths[:num_deeper]), *depths[num_deeper:])
+        if deeper != depths and not objective.overflow_bytes(cuts, deeper):
+            if objective.bound_s(cuts, deeper) < step_s and objective.step_s(cuts, deeper) * _SAME < step_s:
+                return deeper
+    return None
+
+
+def _trimmed(objective: Objective, cuts: Cuts, depths: Depths, step_s: float) -> Depths:
+    """The shallowest depths, from the last stage to the first, with which the step is as short."""
+    for stage_index in range(len(depths) - 1, -1, -1):
+        least = depths[stage_index + 1] if stage_index + 1 < len(depths) else 0
+        while depths[stage_index] > least:
+            shallower = (*depths[:stage_index], depths[stage_index] - 1, *depths[stage_index + 1 :])
+            if objective.step_s(cuts, shallower) > step_s * _SAME:
+                break
+            depths = shallower
+    return depths

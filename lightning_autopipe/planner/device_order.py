@@ -1,0 +1,149 @@
+"""Which of a pipeline's devices runs which stage, together with the partition."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.planner.objective import Objective, PipelineSetting
+from lightning_autopipe.planner.partitioner import EFFORT, MAX_EXACT, PartitionChoice, PartitionSearch
+from lightning_autopipe.planner.replica import Depths
+from lightning_autopipe.schedules.one_f_one_b import default_depths
+
+_MAX_ORDERS = 1_000
+"""Orders of which each is tried with its best start."""
+_NUM_SEARCHED = 8
+"""Orders for which partitions are searched."""
+_SAME = 1 + 1e-12
+
+Order = tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOrderChoice:
+    """Devices in the order of the stages that they run, and the partition for that."""
+
+    devices: Order
+    choice: PartitionChoice
+
+
+def choose_device_order(
+    setting: PipelineSetting, *, depths: Depths | None = None, effort: int = EFFORT, max_exact: int = MAX_EXACT
+) -> DeviceOrderChoice:
+    """The order of the devices of one pipeline, and the partition, with the shortest step.
+
+    Devices that are alike are not told apart where no links do. Where there are few orders and partitions, all are
+    looked at, those with the least bounds first. Else partitions are searched for the orders with the best starts, and
+    from the best one devices are swapped in pairs as long as that helps.
+
+    Args:
+        setting: with one replica, whose devices may be put in any order.
+        depths: of the warm-up; None: as many micro-batches as stages follow.
+        effort: actions that may be simulated in all.
+        max_exact: number of orders times partitions up to which all are looked at.
+
+    Raises:
+        ConfigurationError: there are more stages than layers, or nothing was found that fits the memory.
+    """
+    assert len(setting.devices) == 1, "one pipeline at a time; replicas are placed by the device mapper"
+    depths = depths or default_depths(setting.num_stages)
+    devices = setting.devices[0]
+    orders = _orders(devices, by_rank=setting.network is not None)
+    num_partitions = math.comb(setting.cost.num_layers - 1, setting.num_stages - 1)
+    if orders is not None and len(orders) * num_partitions <= max_exact:
+        return _best_of_all(setting, orders, depths)
+    if orders is None:
+        by_speed = sorted(devices, key=lambda device: (device.relative_speed, device.memory_bytes), reverse=True)
+        orders = [devices, tuple(by_speed), tuple(reversed(by_speed))]
+    searches = [_search(setting, order, depths, effort // (2 * _NUM_SEARCHED)) for order in orders]
+    for search in searches:
+        for cuts in search.starts()[:2]:
+            search.consider(cuts)
+    searches.sort(key=_value)
+    for search in searches[:_NUM_SEARCHED]:
+        search.look_around(search.starts())
+    best = min(searches[:_NUM_SEARCHED], key=_value)
+    best = _swapped(setting, best, depths, effort // 2)
+    return DeviceOrderChoice(devices=_order_of(best), choice=best.choice(is_exact=False))
+
+
+def _orders(devices: Sequence[Device], *, by_rank: bool) -> list[Order] | None:
+    """All orders that differ; None where they are too many to try."""
+    kinds: dict[object, list[Device]] = {}
+    for device in devices:
+        kind = device.global_rank if by_rank else (device.model, device.relative_speed, device.memory_bytes)
+        kinds.setdefault(kind, []).append(device)
+    num_orders = math.factorial(len(devices))
+    for alike in kinds.values():
+        num_orders //= math.factorial(len(alike))
+    if num_orders > _MAX_ORDERS:
+        return None
+    orders: list[Order] = [()]
+    for _ in devices:
+        orders = [
+            (*order, alike[used])
+            for order in orders
+            for alike in kinds.values()
+            if (used := sum(device in alike for device in order)) < len(alike)
+        ]
+    return orders
+
+
+def _best_of_all(setting: PipelineSetting, orders: Sequence[Order], depths: Depths) -> DeviceOrderChoice:
+    searches = [_search(setting, order, depths, 0) for order in orders]
+    bounds = sorted(
+        (search.objective.bound_s(cuts, depths), index, cuts)
+        for index, search in enumerate(searches)
+        for cuts in combinations(range(1, search.num_layers), search.num_stages - 1)
+    )
+    shortest_s = math.inf
+    for bound_s, index, cuts in bounds:
+        if bound_s > shortest_s * _SAME:
+            break
+        searches[index].consider(cuts)
+        if not searches[index].overflow_bytes:
+            shortest_s = min(shortest_s, searches[index].step_s)
+    best = min(searches, key=_value)
+    return DeviceOrderChoice(devices=_order_of(best), choice=best.choice(is_exact=True))
+
+
+def _swapped(setting: PipelineSetting, best: PartitionSearch, depths: Depths, effort: int) -> PartitionSearch:
+    """Swaps devices in pairs, with the partition found so far and the starts of the new order, while that helps."""
+    num_left = effort
+    tried = {_kinds(_order_of(best))}
+    improved = True
+    while improved and num_left > 0:
+        improved = False
+        for first, second in combinations(range(setting.num_stages), 2):
+            order = list(_order_of(best))
+            order[first], order[second] = order[second], order[first]
+            kinds = _kinds(tuple(order))
+            if kinds in tried or num_left <= 0:
+                continue
+            tried.add(kinds)
+            search = _search(setting, tuple(order), depths, max(1, effort // 50))
+            search.look_around([best.best, *search.starts()[1:3]])
+            num_left -= search.objective.num_priced_actions
+            if _value(search) < _value(best):
+                best, improved = search, True
+                break
+    return best
+
+
+def _kinds(order: Order) -> tuple[object, ...]:
+    return tuple((device.model, device.relative_speed, device.memory_bytes, device.global_rank) for device in order)
+
+
+def _search(setting: PipelineSetting, order: Order, depths: Depths, effort: int) -> PartitionSearch:
+    return PartitionSearch(Objective(replace(setting, devices=(order,))), depths, effort=effort)
+
+
+def _order_of(search: PartitionSearch) -> Order:
+    return search.objective.setting.devices[0]
+
+
+def _value(search: PartitionSearch) -> tuple[float, float]:
+    return search.overflow_bytes, search.step_s

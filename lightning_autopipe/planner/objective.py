@@ -1,0 +1,269 @@
+"""What a partition of the layers and depths of the warm-up are worth: the predicted step, and what does not fit."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.planner.cost import CostModel
+from lightning_autopipe.planner.links import LinkNetwork, Route
+from lightning_autopipe.planner.memory import StageMemory, stage_memory
+from lightning_autopipe.planner.reduction import Reduction, step_end_reductions
+from lightning_autopipe.planner.replica import Cuts, Depths, ReplicaPrices
+from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
+from lightning_autopipe.schedules.one_f_one_b import one_f_one_b
+
+_ACTIONS_OF_BOUND = 8
+"""A bound takes about as long for each stage as so many actions of the recurrence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSetting:
+    """All that is given when layers are shared between stages."""
+
+    cost: CostModel
+    num_stages: int
+    num_microbatches: tuple[int, ...]
+    """Of each replica."""
+    devices: tuple[tuple[Device, ...], ...] = ()
+    """``devices[r][s]`` runs stage s of replica r; empty: devices like the profiled one, with all the memory needed."""
+    network: LinkNetwork | None = None
+    """Links between the devices; None: whatever is sent is there at once."""
+    microbatch_size: float | None = None
+    """Samples; None: as profiled."""
+    exchange_s: float = 0.0
+    """What all ranks take to agree on one number at the step's end."""
+    optimizer_state_ratio: float = 2.0
+    """Bytes of optimizer state for each byte of trainable parameters."""
+
+    def __post_init__(self) -> None:
+        if not self.num_microbatches or any(number < 1 for number in self.num_microbatches):
+            raise PlanError(f"PipelineSetting: num_microbatches must be >= 1, one a replica: {self.num_microbatches}")
+        counts = [len(devices) for devices in self.devices]
+        if counts and counts != [self.num_stages] * len(self.num_microbatches):
+            raise PlanError(
+                f"PipelineSetting: {len(self.num_microbatches)} replicas of {self.num_stages} stages need as many "
+                f"devices each, got {counts}"
+            )
+        if self.network is not None and not self.devices:
+            raise PlanError("PipelineSetting: a network is given without the devices that it joins")
+
+    @property
+    def ranks(self) -> tuple[tuple[int, ...], ...]:
+        """``ranks[r][s]`` runs stage s of replica r."""
+        if self.devices:
+            return tuple(tuple(device.global_rank for device in devices) for devices in self.devices)
+        layout = ParallelLayout(num_stages=self.num_stages, num_replicas=len(self.num_microbatches))
+        return tuple(layout.pipeline_ranks(replica_index) for replica_index in range(layout.num_replicas))
+
+    def route(self, sender: int, receiver: int) -> Route:
+        """The way between two ranks."""
+        return Route() if self.network is None else self.network.route(sender, receiver)
+
+
+class Objective:
+    """Prices cuts and depths in one setting, by the recurrence: links count, but not that transfers share them."""
+
+    def __init__(self, setting: PipelineSetting) -> None:
+        self.setting = setting
+        self.num_layers = setting.cost.num_layers
+        self.num_priced_actions = 0
+        """Actions that were gone through, and as many for bounds as take as long: what a search has cost so far."""
+        self._ranks = setting.ranks
+        self._replicas = self._price_replicas()
+        self._unlike = tuple(dict.fromkeys(self._replicas))
+        layers = setting.cost.profile.layers
+        self._trainable = list(accumulate((layer.trainable_bytes for layer in layers), initial=0))
+        self._rings: dict[tuple[int, ...], list[Route]] = {}
+        self._memories: dict[tuple[int, int], StageMemory] = {}
+        has_optimizer = any(replica.has_optimizer for replica in self._unlike)
+        self._only_computes = len(self._ranks) == 1 and not setting.cost.ties and not has_optimizer
+
+    def _price_replicas(self) -> list[ReplicaPrices]:
+        """Of each replica; those that are alike are one."""
+        setting = self.setting
+        found: dict[object, ReplicaPrices] = {}
+        replicas = []
+        for replica_index, num_microbatches in enumerate(setting.num_microbatches):
+            devices = setting.devices[replica_index] if setting.devices else (None,) * setting.num_stages
+            routes = [(setting.route(a, b), setting.route(b, a)) for a, b in pairwise(self._ranks[replica_index])]
+            speeds = tuple((device.model, device.relative_speed) if device else None for device in devices)
+            kind = (num_microbatches, speeds, tuple(routes))
+            if kind not in found:
+                found[kind] = ReplicaPrices(
+                    setting.cost,
+                    devices,
+                    routes,
+                    num_microbatches=num_microbatches,
+                    microbatch_size=setting.microbatch_size,
+                )
+            replicas.append(found[kind])
+        return replicas
+
+    # Time ------------------------------------------------------------------
+
+    def step_s(self, cuts: Cuts, depths: Depths) -> float:
+        """Seconds of a step under 1F1B."""
+        ends = {replica: replica.ends(cuts, depths) for replica in self._unlike}
+        self.num_priced_actions += sum(2 * len(depths) * replica.num_microbatches for replica in self._unlike)
+        if self._only_computes:
+            return max(max(of_stages) for of_stages in ends.values()) + self.setting.exchange_s
+        ready: dict[int, float] = {}
+        for ranks, replica in zip(self._ranks, self._replicas, strict=True):
+            ready.update(zip(ranks, ends[replica], strict=True))
+        tied_bytes = self._tied_bytes(cuts)
+        for reduction in step_end_reductions(self._ranks, tied_bytes.items(), self._reduced_bytes(cuts)):
+            end = max(ready[rank] for rank in reduction.members) + self._ring_s(reduction)
+            ready.update(dict.fromkeys(reduction.members, end))
+        if self.setting.exchange_s:
+            ready = dict.fromkeys(ready, max(ready.values()) + self.setting.exchange_s)
+        return max(
+            ready[rank] + seconds
+            for ranks, replica in zip(self._ranks, self._replicas, strict=True)
+            for rank, seconds in zip(ranks, replica.optimizer_s(cuts), strict=True)
+        )
+
+    @property
+    def shares_links(self) -> bool:
+        """Whether two messages of unlike senders or receivers meet on a link, so that `step_s` may be too short."""
+        if self.setting.network is None:
+            return False
+        pairs = [pair for ranks in self._ranks for a, b in pairwise(ranks) for pair in ((a, b), (b, a))]
+        stages = range(self.setting.num_stages)
+        if len(self._ranks) > 1:
+            rings = [
+                Reduction(is_tie=False, members=tuple(of[stage] for of in self._ranks), num_bytes=1) for stage in stages
+            ]
+            pairs += [hop for ring in rings for hop in ring.hops]
+        used = [channel for pair in dict.fromkeys(pairs) for channel in self.setting.route(*pair).channels]
+        return len(set(used)) < len(used)
+
+    def bound_s(self, cuts: Cuts, depths: Depths) -> float:
+        """What a step takes at least; quicker to know than `step_s`, and never above it."""
+        self.num_priced_actions += _ACTIONS_OF_BOUND * len(depths) * len(self._unlike)
+        return max(replica.bound_s(cuts, depths) for replica in self._unlike) + self.setting.exchange_s
+
+    def stage_s(self, cuts: Cuts) -> list[float]:
+        """Seconds of forward and backward of one micro-batch on each stage, on the replica that takes longest."""
+        return [
+            max(map(sum, stage)) for stage in zip(*(replica.stage_s(cuts) for replica in self._unlike), strict=True)
+        ]
+
+    def stage_prefixes(self) -> list[list[float]]:
+        """By stage, prefix sums over the layers of forward and backward of one micro-batch."""
+        return self._of_slowest(lambda replica, stage_index: replica.weights(stage_index, 1.0, 1.0))
+
+    def bound_weights(self, depths: Depths) -> tuple[list[list[float]], list[list[float]]]:
+        """What stages add to the least step, as in `ReplicaPrices.bound_s`.
+
+        Returns:
+            By stage, prefix sums of what layers add; and by stage the price of beginning at each layer.
+        """
+        rest = max(self.setting.num_microbatches) - 1
+        weights = self._of_slowest(
+            lambda replica, stage_index: replica.weights(stage_index, max(0, rest - depths[stage_index]), rest)
+        )
+        return weights, self._of_slowest(lambda replica, stage_index: replica.entries(stage_index))
+
+    def _of_slowest(self, prices: Callable[[ReplicaPrices, int], list[float]]) -> list[list[float]]:
+        stages = range(self.setting.num_stages)
+        return [max((prices(replica, stage) for replica in self._unlike), key=max) for stage in stages]
+
+    # The step's end --------------------------------------------------------
+
+    def _tied_bytes(self, cuts: Cuts) -> dict[tuple[int, ...], int]:
+        cost = self.setting.cost
+        return cost.tied_bytes(Partition(cut_points=cuts, num_layers=self.num_layers)) if cost.ties else {}
+
+    def _reduced_bytes(self, cuts: Cuts) -> list[int]:
+        """Bytes of the gradients that the replicas of each stage sum: those that no other stage shares."""
+        reduced = [
+            self._trainable[stop] - self._trainable[start] for start, stop in pairwise((0, *cuts, self.num_layers))
+        ]
+        for layers, num_bytes in self.setting.cost.ties:
+            stages = {bisect_right(cuts, layer) for layer in layers}
+            if len(stages) > 1:
+                reduced[min(stages)] -= num_bytes
+        return reduced
+
+    def _ring_s(self, reduction: Reduction) -> float:
+        routes = self._rings.get(reduction.members)
+        if routes is None:
+            routes = self._rings[reduction.members] = [self.setting.route(*hop) for hop in reduction.hops]
+        hop_bytes, num_rounds = reduction.hop_bytes, reduction.num_rounds
+        return max(route.occupied_s(hop_bytes) + num_rounds * route.latency_s for route in routes)
+
+    # Memory ----------------------------------------------------------------
+
+    def overflow_bytes(self, cuts: Cuts, depths: Depths) -> int:
+        """By how much all stages together exceed their devices' memory."""
+        if not self.setting.devices:
+            return 0
+        edges = enumerate(pairwise((0, *cuts, self.num_layers)))
+        return sum(self.stage_overflow_bytes(stage, start, stop, depths[stage]) for stage, (start, stop) in edges)
+
+    def stage_overflow_bytes(self, stage_index: int, start: int, stop: int, depth: int) -> int:
+        """By how much one stage exceeds the memory of its devices, those of all replicas together."""
+        memory = self.memory(start, stop)
+        return sum(
+            max(0, memory.peak_bytes(min(depth + 1, num_microbatches)) - devices[stage_index].memory_bytes)
+            for devices, num_microbatches in zip(self.setting.devices, self.setting.num_microbatches, strict=True)
+        )
+
+    def memory(self, start: int, stop: int) -> StageMemory:
+        """What a stage that owns layers start to stop - 1 holds."""
+        if (start, stop) not in self._memories:
+            self._memories[start, stop] = stage_memory(
+                self.setting.cost,
+                range(start, stop),
+                num_microbatches=max(self.setting.num_microbatches),
+                microbatch_size=self.setting.microbatch_size,
+                optimizer_state_ratio=self.setting.optimizer_state_ratio,
+            )
+        return self._memories[start, stop]
+
+    # The same for the simulator --------------------------------------------
+
+    def step_work(self, cuts: Cuts, depths: Depths) -> StepWork:
+        """The step as `simulate` takes it, which also sees that transfers share links."""
+        setting = self.setting
+        return StepWork(
+            stages=tuple(self._stage_work(replica, cuts) for replica in self._replicas),
+            schedules=tuple(one_f_one_b(setting.num_stages, number, depths) for number in setting.num_microbatches),
+            ranks=self._ranks,
+            network=setting.network,
+            tied_bytes=tuple(self._tied_bytes(cuts).items()),
+            exchange_s=setting.exchange_s,
+        )
+
+    def _stage_work(self, replica: ReplicaPrices, cuts: Cuts) -> tuple[StageWork, ...]:
+        cost, size = self.setting.cost, self.setting.microbatch_size
+        edges = (0, *cuts, self.num_layers)
+        optimizer_s, reduced_bytes = replica.optimizer_s(cuts), self._reduced_bytes(cuts)
+        work = []
+        for stage_index, (forward_s, backward_s) in enumerate(replica.stage_s(cuts)):
+            start, stop = edges[stage_index], edges[stage_index + 1]
+            memory = self.memory(start, stop)
+            unit = UnitWork(
+                forward_s=forward_s,
+                backward_s=backward_s,
+                sent_bytes=cost.sent_bytes(stop, microbatch_size=size),
+                gradient_bytes=cost.gradient_bytes(start, microbatch_size=size),
+            )
+            work.append(
+                StageWork(
+                    units=(unit,),
+                    optimizer_s=optimizer_s[stage_index],
+                    reduced_bytes=reduced_bytes[stage_index],
+                    fixed_bytes=memory.fixed_bytes,
+                    stash_bytes=memory.stash_bytes,
+                    working_bytes=memory.working_bytes,
+                )
+            )
+        return tuple(work)

@@ -1,0 +1,266 @@
+"""Shares layers between stages so that the simulated step is as short as possible."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+
+from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.planner.min_max import check_enough_layers, min_max_partition
+from lightning_autopipe.planner.objective import Objective, PipelineSetting
+from lightning_autopipe.planner.replica import Cuts, Depths
+from lightning_autopipe.planner.simulator import simulate
+from lightning_autopipe.planner.starts import MinMaxTable
+from lightning_autopipe.schedules.one_f_one_b import default_depths
+
+MAX_EXACT = 20_000
+"""Partitions that are all looked at, where there are not more."""
+EFFORT = 2_000_000
+"""Actions that a search may simulate."""
+_NUM_FINALISTS = 16
+"""Partitions that are simulated with shared links, of which the recurrence knows nothing."""
+_SAME = 1 + 1e-12
+"""Steps whose ratio is less are equally long."""
+_NEAR = 1.02
+"""Partitions are improved on while their steps are not longer than the best one by more than this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionChoice:
+    """A partition, the warm-up depths that it is for, and what they are worth."""
+
+    partition: Partition
+    depths: Depths
+    """Warm-up of each stage in micro-batches."""
+    step_s: float
+    """Seconds of a step."""
+    is_exact: bool
+    """Whether no other partition is better with these depths."""
+
+
+def choose_partition(
+    setting: PipelineSetting, *, depths: Depths | None = None, effort: int = EFFORT, max_exact: int = MAX_EXACT
+) -> PartitionChoice:
+    """The partition with the shortest step for given warm-up depths; of equally short ones the most even.
+
+    Where there are few partitions it is the best one. Else it is searched: from min-max starts (by time, and by what a
+    stage adds to the step), first by AutoPipe's moves around the master stage, then by moving runs of cuts by a layer
+    until none shortens the step.
+
+    Args:
+        setting: what is given.
+        depths: of the warm-up; None: as many micro-batches as stages follow.
+        effort: actions that may be simulated in all.
+        max_exact: number of partitions up to which all are looked at.
+
+    Raises:
+        ConfigurationError: there are more stages than layers, or no partition was found that fits the memory.
+
+    Source:
+        Liu et al., *AutoPipe*, IEEE CLUSTER 2022: min-max start, simulation, master stage, moves.
+    """
+    search = PartitionSearch(Objective(setting), depths or default_depths(setting.num_stages), effort=effort)
+    return search.run(max_exact=max_exact)
+
+
+class PartitionSearch:
+    """One search, for fixed depths and devices.
+
+    Args:
+        objective: prices partitions.
+        depths: of the warm-up.
+        effort: actions that may be simulated.
+    """
+
+    def __init__(self, objective: Objective, depths: Depths, *, effort: int = EFFORT) -> None:
+        self.objective, self.depths = objective, depths
+        self.num_stages, self.num_layers = objective.setting.num_stages, objective.num_layers
+        self.best: Cuts = ()
+        self.overflow_bytes: float = math.inf
+        """Of the best partition: 0 where it fits."""
+        self.step_s = math.inf
+        """Of the best partition."""
+        self._unevenness = (math.inf, math.inf)
+        self._steps: dict[Cuts, float] = {}  # of those that were simulated; the others are as bad as their bound
+        self._last_action = objective.num_priced_actions + effort
+        check_enough_layers(self.num_stages, self.num_layers)
+        self._adds = objective.bound_weights(depths)
+        self._by_bound = MinMaxTable(*self._adds)
+
+    def run(self, *, max_exact: int = MAX_EXACT) -> PartitionChoice:
+        """The best partition that is found; see `choose_partition`."""
+        is_exact = math.comb(self.num_layers - 1, self.num_stages - 1) <= max_exact
+        if is_exact:
+            self.look_at_all()
+        else:
+            self.look_around(self.starts())
+        return self.choice(is_exact=is_exact)
+
+    def choice(self, *, is_exact: bool) -> PartitionChoice:
+        """The best partition so far.
+
+        Raises:
+            ConfigurationError: none was found that fits the memory.
+        """
+        if self.overflow_bytes:
+            raise ConfigurationError(self._why_nothing_fits())
+        if self.objective.shares_links:
+            self._simulate_finalists()
+        return PartitionChoice(
+            partition=Partition(cut_points=self.best, num_layers=self.num_layers),
+            depths=self.depths,
+            step_s=self.step_s,
+            is_exact=is_exact and not self.objective.shares_links,
+        )
+
+    def _simulate_finalists(self) -> None:
+        """Chooses between the best partitions by the simulator: sharing links only lengthens what they promise."""
+        finalists = sorted((step_s, cuts) for cuts, step_s in self._steps.items())[:_NUM_FINALISTS]
+        self.step_s = math.inf
+        for promised_s, cuts in finalists:
+            if promised_s >= self.step_s:
+                break
+            step_s = simulate(self.objective.step_work(cuts, self.depths)).step_s
+            if step_s < self.step_s:
+                self.best, self.step_s = cuts, step_s
+
+    def consider(self, cuts: Cuts) -> bool:
+        """Looks at a partition; True where it is the best so far. It is simulated only where it could be."""
+        if cuts in self._steps:
+            return False
+        objective, depths = self.objective, self.depths
+        overflow_bytes = objective.overflow_bytes(cuts, depths)
+        if overflow_bytes > self.overflow_bytes:
+            self._steps[cuts] = math.inf
+            return False
+        step_s = objective.bound_s(cuts, depths)
+        # Where nothing fits yet, memory is what counts.
+        if not overflow_bytes and (self.overflow_bytes or step_s <= self.step_s * _SAME):
+            step_s = objective.step_s(cuts, depths)
+        self._steps[cuts] = step_s
+        if overflow_bytes == self.overflow_bytes and step_s * _SAME >= self.step_s:
+            if step_s > self.step_s * _SAME or self._unevenness_of(cuts) >= self._unevenness:
+                return False
+        self.best, self.overflow_bytes, self.step_s = cuts, overflow_bytes, step_s
+        self._unevenness = self._unevenness_of(cuts)
+        return True
+
+    def _unevenness_of(self, cuts: Cuts) -> tuple[float, float]:
+        stages = self.objective.stage_s(cuts)
+        return max(stages), sum(seconds**2 for seconds in stages)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether as much was simulated as may be."""
+        return self.objective.num_priced_actions >= self._last_action
+
+    # All of them -----------------------------------------------------------
+
+    def look_at_all(self) -> None:
+        """Finds the best partition of all: those with the least bounds first, until a bound is above the best step."""
+        self.consider(self._even_start())
+        bounds = sorted(
+            (self.objective.bound_s(cuts, self.depths), cuts)
+            for cuts in combinations(range(1, self.num_layers), self.num_stages - 1)
+        )
+        for bound_s, cuts in bounds:
+            if not self.overflow_bytes and bound_s > self.step_s * _SAME:
+                break
+            self.consider(cuts)
+
+    # Around some -----------------------------------------------------------
+
+    def starts(self) -> list[Cuts]:
+        """Where to begin: the most even partition, and both ends of the two kinds of min-max ones."""
+        tables = [self._by_bound, MinMaxTable(self.objective.stage_prefixes())]
+        found = [
+            table.cuts(self.num_stages, self.num_layers, early=early) for table in tables for early in (True, False)
+        ]
+        return list(dict.fromkeys([self._even_start(), *found]))
+
+    def look_around(self, starts: list[Cuts]) -> None:
+        """Improves on some partitions until nothing is found any more, or as much was simulated as may be."""
+        for cuts in starts:
+            self.consider(cuts)
+        self._move_around_masters(starts, effort=(self._last_action - self.objective.num_priced_actions) // 2)
+        while not self.is_over and any(self.consider(cuts) for cuts in self._shifted(self.best)):
+            pass
+
+    def _move_around_masters(self, starts: list[Cuts], *, effort: int) -> None:
+        queue = deque(starts)
+        queued = set(starts)
+        last_action = self.objective.num_priced_actions + effort
+        while queue and self.objective.num_priced_actions < last_action:
+            cuts = queue.popleft()
+            if self._steps[cuts] > self.step_s * _NEAR:
+                continue
+            for moved in self._moves(cuts):
+                if moved not in queued:
+                    queued.add(moved)
+                    self.consider(moved)
+                    queue.append(moved)
+
+    def _master_stage(self, cuts: Cuts) -> int:
+        """The stage whose own work makes the step as long as it is; of equal ones the last."""
+        edges = (0, *cuts, self.num_layers)
+        adds = [
+            weight[edges[stage + 1]] - weight[edges[stage]] + entry[edges[stage]]
+            for stage, (weight, entry) in enumerate(zip(*self._adds, strict=True))
+        ]
+        return max(range(len(adds)), key=lambda stage: (adds[stage], stage))
+
+    def _moves(self, cuts: Cuts) -> Iterator[Cuts]:
+        """AutoPipe's moves: relieve the master stage, or the stages behind it."""
+        master = self._master_stage(cuts)
+        edges = (0, *cuts, self.num_layers)
+        for stage_index in range(master + 1, self.num_stages - 1):  # A: a layer towards the master, behind it
+            if edges[stage_index + 2] - edges[stage_index + 1] > 1:
+                yield _replaced(cuts, stage_index, cuts[stage_index] + 1)
+        if edges[master + 1] - edges[master] > 1:
+            if master > 0:  # B: its first layer to those before
+                first = self._by_bound.cuts(master, edges[master] + 1, early=False)
+                yield (*first, edges[master] + 1, *cuts[master:])
+            if master < self.num_stages - 1:  # C: its last layer to the next one
+                first = self._by_bound.cuts(master + 1, edges[master + 1] - 1, early=False)
+                moved = (*first, edges[master + 1] - 1, *cuts[master + 1 :])
+                if self._master_stage(moved) <= master:
+                    yield moved
+
+    def _shifted(self, cuts: Cuts) -> Iterator[Cuts]:
+        """Runs of neighbouring cuts, moved by a layer together: from one end of the run to the other."""
+        edges = (0, *cuts, self.num_layers)
+        for length in range(1, self.num_stages):
+            for first in range(self.num_stages - length):
+                last = first + length
+                if edges[last + 1] - edges[last] > 1:
+                    yield (*cuts[:first], *(cut + 1 for cut in cuts[first:last]), *cuts[last:])
+                if edges[first + 1] - edges[first] > 1:
+                    yield (*cuts[:first], *(cut - 1 for cut in cuts[first:last]), *cuts[last:])
+
+    def _even_start(self) -> Cuts:
+        prefix = self.objective.stage_prefixes()[0]
+        costs = [after - before for before, after in pairwise(prefix)]
+        return min_max_partition(costs, self.num_stages).cut_points
+
+    def _why_nothing_fits(self) -> str:
+        objective = self.objective
+        edges = (0, *self.best, self.num_layers)
+        stages = [
+            (objective.stage_overflow_bytes(stage, edges[stage], edges[stage + 1], self.depths[stage]), stage)
+            for stage in range(self.num_stages)
+        ]
+        overflow, stage = max(stages)
+        return (
+            "no partition was found that fits the devices' memory: the best one lacks "
+            f"{self.overflow_bytes / 2**20:.1f} MiB, of which {overflow / 2**20:.1f} MiB on stage {stage} (layers "
+            f"{edges[stage]} to {edges[stage + 1] - 1}, {self.depths[stage] + 1} micro-batches in flight); set more "
+            "stages (num_stages), or more and so smaller micro-batches (num_microbatches)"
+        )
+
+
+def _replaced(cuts: Cuts, index: int, cut: int) -> Cuts:
+    return (*cuts[:index], cut, *cuts[index + 1 :])

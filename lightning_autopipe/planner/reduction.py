@@ -1,0 +1,56 @@
+"""The sums of gradients at a step's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A sum over ranks, in a ring: each sends 2 (N - 1) pieces of 1/N of the bytes to the next one."""
+
+    is_tie: bool
+    """Whether the members are stages that share parameters, not replicas of one stage alone."""
+    members: tuple[int, ...]
+    """Global ranks, in the ring's order."""
+    num_bytes: float
+
+    @property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        """The ring's pairs of neighbours."""
+        return tuple(zip(self.members, self.members[1:] + self.members[:1], strict=True))
+
+    @property
+    def num_rounds(self) -> int:
+        """Pieces that each member sends, one after the other."""
+        return 2 * (len(self.members) - 1)
+
+    @property
+    def hop_bytes(self) -> float:
+        """Bytes that each member sends to the next one."""
+        return self.num_rounds * self.num_bytes / len(self.members)
+
+
+def step_end_reductions(
+    ranks: Sequence[Sequence[int]],
+    tied_bytes: Iterable[tuple[tuple[int, ...], float]],
+    reduced_bytes: Sequence[float],
+) -> list[Reduction]:
+    """All sums of a step, in the order in which a rank goes through its own: ties first, as the runtime does it.
+
+    Args:
+        ranks: ``ranks[r][s]`` runs stage s of replica r.
+        tied_bytes: stages that share parameters, with the bytes of their gradients.
+        reduced_bytes: by stage, the bytes that only its own replicas sum.
+    """
+    found = [
+        Reduction(is_tie=True, members=tuple(of[stage] for of in ranks for stage in stages), num_bytes=num_bytes)
+        for stages, num_bytes in tied_bytes
+    ]
+    if len(ranks) > 1:
+        found += [
+            Reduction(is_tie=False, members=tuple(of[stage] for of in ranks), num_bytes=num_bytes)
+            for stage, num_bytes in enumerate(reduced_bytes)
+        ]
+    return [reduction for reduction in found if reduction.num_bytes > 0]

@@ -1,0 +1,131 @@
+"""One replica's stages, priced on their devices and on the links between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.planner.cost import CostModel, Work
+from lightning_autopipe.planner.links import Route
+from lightning_autopipe.planner.recurrence import Hop, one_f_one_b_ends
+
+Cuts = tuple[int, ...]
+"""The layer at which each stage after the first begins."""
+Depths = tuple[int, ...]
+"""Forwards of each stage before its first forward-backward pair."""
+
+
+class ReplicaPrices:
+    """Prices of any cuts of the layers between one replica's stages.
+
+    Args:
+        cost: of the layers.
+        devices: of each stage; None: the profiled one.
+        routes: over each boundary, there and back.
+        num_microbatches: M.
+        microbatch_size: samples; None: as profiled.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        devices: Sequence[Device | None],
+        routes: Sequence[tuple[Route, Route]],
+        *,
+        num_microbatches: int,
+        microbatch_size: float | None,
+    ) -> None:
+        self.num_microbatches = num_microbatches
+        self._num_layers = cost.num_layers
+
+        def prefixes(work: Work) -> list[tuple[float, ...]]:
+            return [cost.prefix_s(work, device=device, microbatch_size=microbatch_size) for device in devices]
+
+        self._forward, self._backward, self._optimizer = map(prefixes, (Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER))
+        self.has_optimizer = any(prefix[-1] > 0 for prefix in self._optimizer)
+        cuts = range(cost.num_layers + 1)
+        sent = [cost.sent_bytes(cut, microbatch_size=microbatch_size) for cut in cuts]
+        returned = [cost.gradient_bytes(cut, microbatch_size=microbatch_size) for cut in cuts]
+        self._out = [[_hop(there, num_bytes) for num_bytes in sent] for there, _ in routes]
+        self._back = [[_hop(back, num_bytes) for num_bytes in returned] for _, back in routes]
+        self._has_hops = any(any(hop) for hops in (*self._out, *self._back) for hop in hops)
+
+    def stage_s(self, cuts: Cuts) -> list[tuple[float, float]]:
+        """Seconds of forward and backward of one micro-batch on each stage."""
+        edges = (0, *cuts, self._num_layers)
+        return [
+            (forward[stop] - forward[start], backward[stop] - backward[start])
+            for forward, backward, (start, stop) in zip(self._forward, self._backward, pairwise(edges), strict=True)
+        ]
+
+    def optimizer_s(self, cuts: Cuts) -> list[float]:
+        """Seconds of each stage's optimizer step."""
+        edges = (0, *cuts, self._num_layers)
+        return [
+            prefix[stop] - prefix[start] for prefix, (start, stop) in zip(self._optimizer, pairwise(edges), strict=True)
+        ]
+
+    def ends(self, cuts: Cuts, depths: Depths) -> list[float]:
+        """When each stage has run all its forwards and backwards."""
+        forward_s, backward_s = zip(*self.stage_s(cuts), strict=True)
+        out, back = self._hops(cuts)
+        return one_f_one_b_ends(
+            forward_s,
+            backward_s,
+            depths=depths,
+            num_microbatches=self.num_microbatches,
+            forward_hops=out,
+            backward_hops=back,
+        )
+
+    def bound_s(self, cuts: Cuts, depths: Depths) -> float:
+        """What forwards and backwards take at least: the longest of some paths that each of them has on every stage.
+
+        - Micro-batch 0 goes through all stages and back. Before its backward ends here, w + 1 forwards can have run;
+          the others, and M - 1 backwards, follow.
+        - The stage computes all the time between the first forward's arrival and the last backward's leaving.
+        - Forward k + w + 1 begins after backward k, and between a forward and its backward lies the way to the last
+          stage and back: M / (w + 1) such round trips.
+        """
+        stages = self.stage_s(cuts)
+        out, back = self._hops(cuts)
+        crossings = [sum(there) + sum(returned) for there, returned in zip(out, back, strict=True)] or [0.0] * len(cuts)
+        crossings.append(0.0)
+        total = round_trip = sum(forward + backward for forward, backward in stages) + sum(crossings)
+        before = bound = 0.0
+        rest = self.num_microbatches - 1
+        for (forward, backward), depth, crossing in zip(stages, depths, crossings, strict=True):
+            num_rounds, num_more = divmod(rest, depth + 1)
+            bound = max(
+                bound,
+                total + rest * backward + max(0, rest - depth) * forward,
+                before + (rest + 1) * (forward + backward),
+                before + num_more * forward + (num_rounds + 1) * round_trip,
+            )
+            before += forward + backward + crossing
+            round_trip -= forward + backward + crossing
+        return bound
+
+    def weights(self, stage_index: int, forwards: float, backwards: float) -> list[float]:
+        """Prefix sums over the layers of so many forwards and backwards on a stage."""
+        pairs = zip(self._forward[stage_index], self._backward[stage_index], strict=True)
+        return [forwards * forward + backwards * backward for forward, backward in pairs]
+
+    def entries(self, stage_index: int) -> list[float]:
+        """By layer, what one crossing there and back takes where a stage begins at it."""
+        if stage_index == 0:
+            return [0.0] * (self._num_layers + 1)
+        pairs = zip(self._out[stage_index - 1], self._back[stage_index - 1], strict=True)
+        return [sum(there) + sum(back) for there, back in pairs]
+
+    def _hops(self, cuts: Cuts) -> tuple[list[Hop], list[Hop]]:
+        if not self._has_hops:
+            return [], []
+        out = [hops[cut] for hops, cut in zip(self._out, cuts, strict=True)]
+        back = [hops[cut] for hops, cut in zip(self._back, cuts, strict=True)]
+        return out, back
+
+
+def _hop(route: Route, num_bytes: float) -> Hop:
+    return Hop(route.occupied_s(num_bytes), route.latency_s) if num_bytes > 0 else Hop(0.0, 0.0)

@@ -1,0 +1,72 @@
+"""Partitions to begin a search with: min-max over what each stage adds to the step, by dynamic programming."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+Cuts = tuple[int, ...]
+
+_ROUNDING = 1 + 1e-12
+
+
+class MinMaxTable:
+    """The lightest heaviest stage of the first layers on the first stages, for each number of both.
+
+    ``D[p][i] = min over j of max(D[p - 1][j], W[i] - W[j] + e[j])`` with the prefix sums W of what layers weigh on
+    stage p and the price e of entering it at layer j. D rises with j and the rest falls (but for e, which makes this a
+    very good start and not the exact optimum), so the best j is found by bisection: O(L n log L).
+
+    Args:
+        weights: by stage, prefix sums over the layers.
+        entries: by stage, the price of beginning at each layer; empty: none.
+
+    Source:
+        The start of AutoPipe's planner (Liu et al., IEEE CLUSTER 2022), with weights of their own for each stage.
+    """
+
+    def __init__(self, weights: Sequence[Sequence[float]], entries: Sequence[Sequence[float]] = ()) -> None:
+        self._weights = weights
+        self._entries = entries or [[0.0] * len(weights[0])] * len(weights)
+        num_layers = len(weights[0]) - 1
+        self._least: list[list[float]] = [list(weights[0])]
+        for stage_index in range(1, len(weights)):
+            before, weight, entry = self._least[-1], weights[stage_index], self._entries[stage_index]
+            row = [math.inf] * (num_layers + 1)
+            for stop in range(stage_index + 1, num_layers + 1):
+                cuts = range(stage_index, stop)
+                crossing = self._crossing(before, weight, entry, stop, cuts)
+                row[stop] = min(
+                    max(before[cut], weight[stop] - weight[cut] + entry[cut])
+                    for cut in cuts[max(0, crossing - 2) : crossing + 2]
+                )
+            self._least.append(row)
+
+    @staticmethod
+    def _crossing(
+        before: Sequence[float], weight: Sequence[float], entry: Sequence[float], stop: int, cuts: range
+    ) -> int:
+        return bisect_left(cuts, True, key=lambda cut: before[cut] >= weight[stop] - weight[cut] + entry[cut])
+
+    def cuts(self, num_stages: int, num_layers: int, *, early: bool) -> Cuts:
+        """The cuts of the first layers on the first stages, each as early, or as late, as the table allows.
+
+        Args:
+            num_stages: at least 1.
+            num_layers: at least as many.
+            early: whether the later stages take as much as they can.
+        """
+        limit = self._least[num_stages - 1][num_layers] * _ROUNDING
+        cuts: list[int] = []
+        stop = num_layers
+        for stage_index in range(num_stages - 1, 0, -1):
+            before, weight, entry = self._least[stage_index - 1], self._weights[stage_index], self._entries[stage_index]
+            possible = [
+                cut
+                for cut in range(stage_index, stop)
+                if before[cut] <= limit and weight[stop] - weight[cut] + entry[cut] <= limit
+            ]
+            stop = (possible[0] if early else possible[-1]) if possible else stop - 1
+            cuts.append(stop)
+        return tuple(reversed(cuts))
