@@ -186,6 +186,7 @@ class ProcessStrategy(ParallelStrategy):
         self._monitor.start()
 
     def _introduction(self) -> Member:
+        assert self.parallel_devices
         backend = self.options.process_group_backend
         return Member(
             global_rank=self.global_rank,
@@ -193,8 +194,8 @@ class ProcessStrategy(ParallelStrategy):
             node_rank=self.node_rank,
             local_rank=self.local_rank,
             num_nodes=self.num_nodes,
-            num_devices=len(self.parallel_devices or ()),
-            backend=backend or _get_default_process_group_backend_for_device(self.root_device),
+            num_devices=len(self.parallel_devices),
+            backend=backend or _get_default_process_group_backend_for_device(self.parallel_devices[0]),
         )
 
     def naming_first_error(self) -> contextlib.AbstractContextManager[None]:
