@@ -17,7 +17,7 @@ from lightning_autopipe.core.errors import BatchError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedLoss:
-    """`loss` as the step gave it, its `weight` (0-dim, float64), and what to back-propagate: their product."""
+    """`loss` as the step gave it, its `weight` (0-dim, float64), and what to back-propagate: their scaled product."""
 
     loss: Tensor | None
     weight: Tensor
@@ -25,13 +25,20 @@ class WeightedLoss:
 
 
 def weighted_loss(
-    result: Any, num_samples: int, *, training: bool, connect_to: Sequence[Tensor], step_name: str
+    result: Any,
+    num_samples: int,
+    *,
+    training: bool,
+    connect_to: Sequence[Tensor],
+    step_name: str,
+    scale: float | None = 1.0,
 ) -> WeightedLoss:
     """Find the loss in what a step returned, and its weight.
 
     The weight is the step's own `loss_weight`, or the number of terms of a known mean loss, or the number of samples.
     Where it is zero the loss, which may be NaN, is replaced by a zero connected to `connect_to`, so that backward runs
-    and gives zeros.
+    and gives zeros. What is back-propagated is the loss times its weight times `scale`, or the loss itself where
+    `scale` is None.
 
     Raises:
         BatchError: training without a loss, a loss that is no scalar, or a weight that is no number >= 0.
@@ -48,8 +55,9 @@ def weighted_loss(
     if _is_known_zero(weight, given):
         zero = _connected_zero(connect_to, loss)
         return WeightedLoss(loss=zero, weight=weight, to_backpropagate=zero)
-    product = loss * weight.to(loss.dtype) if weight.device == loss.device else loss * weight.to(loss)
-    return WeightedLoss(loss=loss, weight=weight, to_backpropagate=product)
+    if scale is None:
+        return WeightedLoss(loss=loss, weight=weight, to_backpropagate=loss)
+    return WeightedLoss(loss=loss, weight=weight, to_backpropagate=loss * (weight * scale).to(loss))
 
 
 def _find(result: Any) -> tuple[Tensor | None, Any]:

@@ -50,8 +50,8 @@ class Pipeline:
     """One module's steps, cut into stages.
 
     With a transport it runs the stage of `global_rank`; without one it runs all stages in this process. A step's
-    gradients are those of `sum(weight * loss)` over the replica's micro-batches: the caller divides by the total weight
-    over all replicas, and sums over replicas.
+    gradients are those of the weighted sum of the replica's losses: the caller sums over replicas, and divides by the
+    outcome's `gradient_divisor`.
     """
 
     def __init__(
@@ -296,7 +296,14 @@ class Pipeline:
             mode.counted_call(lambda: None if self.tracing else function(*tensors), tensors)
 
     def run(
-        self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool, step: int
+        self,
+        step_name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        training: bool,
+        step: int,
+        loss_scale: float = 1.0,
     ) -> StepOutcome:
         """Run the schedule for one batch. Global random state is afterwards as before.
 
@@ -306,13 +313,17 @@ class Pipeline:
             kwargs: keyword arguments alike.
             training: whether losses are back-propagated.
             step: number of the step, which keys its random draws.
+            loss_scale: what weighted losses are multiplied by; equal in all replicas. With about one over the total
+                weight, hooks on gradients see them as large as they are on one device.
         """
         split = self._split_of(step_name, args, kwargs)
         batch = (args, kwargs)
         sizes = microbatch_sizes(split.batch_size(batch), self.num_microbatches)
         microbatches = split.split(batch, sizes)
         is_over_batch = self._loss_over == "batch" and step_name != "predict_step" and len(sizes) > 1
-        outcome = StepOutcome(sizes=sizes, is_over_batch=is_over_batch)
+        outcome = StepOutcome(sizes=sizes, is_over_batch=is_over_batch, loss_scale=loss_scale)
+        if len(outcome.output_sizes) == 1 and self.layout.num_replicas == 1:
+            outcome.loss_scale = None
         name = self._schedule_name if training else "forward_only"
         schedule = self._make_schedule("gpipe" if training and is_over_batch else name, self.num_stages, len(sizes))
 

@@ -29,11 +29,13 @@ class StepOutcome:
     """What one step of one replica gave; all but `sizes` and `is_over_batch` on the last stage only.
 
     `weights` are 0-dim float64 tensors: the weight of each micro-batch's loss. `losses` are 0-dim and detached. Where
-    the loss was taken over the whole batch there is one of each.
+    the loss was taken over the whole batch there is one of each. The gradients are those of
+    `loss_scale * sum(weight * loss)`; where `loss_scale` is None, of the only loss itself.
     """
 
     sizes: tuple[int, ...]
     is_over_batch: bool = False
+    loss_scale: float | None = 1.0
     outputs: list[Any] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
@@ -47,6 +49,14 @@ class StepOutcome:
     def sizes_by_index(self) -> tuple[int, ...]:
         """Samples by `microbatch_index`; what runs on the whole batch has the index behind the last micro-batch's."""
         return (*self.sizes, sum(self.sizes)) if self.is_over_batch else self.sizes
+
+    def gradient_divisor(self, total_weight: float) -> float:
+        """Give what to divide the gradients by, summed over replicas, for those of the mean loss.
+
+        Args:
+            total_weight: Sum of the weights over all micro-batches and replicas; where it is 0, so are the gradients.
+        """
+        return 1.0 if self.loss_scale is None or not total_weight else total_weight * self.loss_scale
 
     def weights_by_index(self, weights: Sequence[float]) -> list[float]:
         """Give the weights of losses by `microbatch_index`; a micro-batch without a loss counts by its samples."""
@@ -114,6 +124,7 @@ class StageStep(StageForward):
             training=self._training,
             connect_to=[*received, *parameters],
             step_name=self._step_name,
+            scale=self._outcome.loss_scale,
         )
         self._outcome.weights.append(weighted.weight)
         if weighted.loss is not None:

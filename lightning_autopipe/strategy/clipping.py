@@ -3,63 +3,83 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad, get_total_norm
 from torch.optim import Optimizer
 
 from lightning_autopipe.strategy.communicator import Communicator
 
 
-def clip_grad_norm(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    *,
-    counts: Callable[[Tensor], bool],
-    communicator: Communicator,
-) -> float:
-    """Scales the gradients so that their 2-norm over all stages is at most ``max_norm``; gives the norm before.
+class PipelineClipping:
+    """Makes ``torch.nn.utils.clip_grad_norm_`` take the norm over all stages, between `install` and `remove`.
 
-    Equals ``torch.nn.utils.clip_grad_norm_`` on the whole module. Collective over a pipeline: stages without
-    gradients join, too.
+    Lightning, a user's ``configure_gradient_clipping`` and other hooks all end there; each of them runs on every rank,
+    so the call is collective over a pipeline: stages without gradients join, too. Clipping by value needs nothing.
 
     Args:
-        parameters: This stage's.
-        max_norm: The bound.
+        plugin: Lightning's, which clips.
+        module: Whose gradients are meant.
         counts: Whether this stage counts a parameter: a tied one lies on several stages and is counted on one.
+        is_in_step: Whether the user's step runs, where other stages do not call what the last one calls.
         communicator: This rank's groups.
     """
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    own_norm = torch.nn.utils.get_total_norm(
-        [parameter.grad for parameter in with_gradient if counts(parameter) and parameter.grad is not None]
-    )
-    total_norm = math.sqrt(communicator.sum_in_pipeline(float(own_norm) ** 2))
-    torch.nn.utils.clip_grads_with_norm_(with_gradient, max_norm, torch.tensor(total_norm, dtype=torch.float64))
-    return total_norm
 
-
-class PipelineClipping:
-    """Makes a precision plugin's ``clip_grad_by_norm`` global, between `install` and `remove`.
-
-    Lightning and a user's ``configure_gradient_clipping`` both end there. Clipping by value needs nothing.
-    """
-
-    def __init__(self, plugin: Precision, *, counts: Callable[[Tensor], bool], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        plugin: Precision,
+        module: nn.Module,
+        *,
+        counts: Callable[[Tensor], bool],
+        is_in_step: Callable[[], bool],
+        communicator: Communicator,
+    ) -> None:
         self._plugin = plugin
+        self._module = module
         self._counts = counts
+        self._is_in_step = is_in_step
         self._communicator = communicator
 
     def install(self) -> None:
-        """Changes this plugin object; `remove` changes it back."""
-        self._plugin.__dict__["clip_grad_by_norm"] = self._clip
+        """Changes torch's function and the plugin; `remove` changes them back."""
+        if self._communicator.layout.num_stages > 1:
+            clip_grad._get_total_norm = self._total_norm
+            self._plugin.__dict__["clip_grad_by_norm"] = self._clip
 
     def remove(self) -> None:
         """Undoes `install`."""
+        clip_grad._get_total_norm = get_total_norm
         self._plugin.__dict__.pop("clip_grad_by_norm", None)
 
     def _clip(self, optimizer: Optimizer, clip_val: float | int) -> Any:
-        parameters = self._plugin.main_params(optimizer)
-        clip_grad_norm(parameters, float(clip_val), counts=self._counts, communicator=self._communicator)
+        # As Lightning's own, but for a list: torch warns of a generator that gives nothing.
+        nn.utils.clip_grad_norm_(list(self._plugin.main_params(optimizer)), float(clip_val))
+
+    def _total_norm(
+        self,
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if self._is_in_step():
+            return get_total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+        counted = self._counted(gradients)
+        own_norm = float(get_total_norm(counted, norm_type, False, foreach))
+        norms = torch.tensor(self._communicator.gather_in_pipeline(own_norm), dtype=torch.float64)
+        total_norm: Tensor = torch.linalg.vector_norm(norms, float(norm_type))
+        if error_if_nonfinite and not math.isfinite(float(total_norm)):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients of all stages is {float(total_norm)}, so they "
+                "cannot be clipped (error_if_nonfinite=True)"
+            )
+        return total_norm.to(gradients[0].device) if gradients else total_norm
+
+    def _counted(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        uncounted = {id(p.grad) for p in self._module.parameters() if p.grad is not None and not self._counts(p)}
+        return [gradient for gradient in gradients if id(gradient) not in uncounted]

@@ -71,20 +71,17 @@ class GradientLedger:
         self._kept = {}
         self._has_new = True
 
-    def commit(self, *, total_weight: float, accumulated_batches: int, reduce: bool) -> None:
+    def commit(self, *, divisor: float, reduce: bool) -> None:
         """Adds the new gradients to ``parameter.grad``; a parameter without any keeps None.
 
         Args:
-            total_weight: Sum of the loss's weights over all micro-batches and replicas, which the gradients are divided
-                by; 0 leaves them as they are (zeros).
-            accumulated_batches: Batches an optimizer step, which Lightning divides the loss by.
+            divisor: What the gradients are divided by: the losses' weight in all, times the batches an optimizer step.
             reduce: Whether an optimizer step follows.
 
         Raises:
             CommunicationError: another rank did not join the reduction.
         """
         assert self._has_new, "Lightning called backward without a training_step before it"
-        divisor = (total_weight or 1.0) * accumulated_batches
         with torch.no_grad():
             for name, gradient in self._new.items():
                 parameter = self._parameters[name]

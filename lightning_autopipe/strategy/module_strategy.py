@@ -91,7 +91,11 @@ class ModuleStrategy(ProcessStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._clipping = PipelineClipping(
-            self.precision_plugin, counts=self.session.counts_in_norm, communicator=self.communicator
+            self.precision_plugin,
+            module,
+            counts=self.session.counts_in_norm,
+            is_in_step=lambda: self.is_in_step,
+            communicator=self.communicator,
         )
         self._clipping.install()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -72,7 +73,8 @@ class PipelineSession:
         self.planned_step: str | None = None
         self.current_plan: PipelinePlan | None = None
         self.optimizers: list[WholeOptimizer] = []
-        self.total_weight = 0.0
+        self._loss_scale = 1.0
+        self._gradient_divisor = 1.0
         self._options = options
         self._given_plan = plan
         self._groups = groups
@@ -127,9 +129,11 @@ class PipelineSession:
                     kwargs=kwargs,
                     optimizers=[whole.optimizer for whole in self.optimizers],
                 )
+                batch_size = self.pipeline.batch_size(step_name, args, kwargs)
         finally:
             self._is_planning = False
         self.planned_step = step_name
+        self._note_total_weight(float(batch_size * self.communicator.layout.num_replicas))
         self._share_step_metrics()
         if self.communicator.global_rank == 0:
             Console(width=None if Console().is_terminal else 120).print(plan_table(self.current_plan))
@@ -209,10 +213,13 @@ class PipelineSession:
         assert self._ledger is not None
         self._ledger.set_aside()
         with self._running(TRAINING_STEP), self.metrics.step(self.recorder.step_metrics):
-            outcome = self.pipeline.run(TRAINING_STEP, args, kwargs, training=True, step=step)
+            outcome = self.pipeline.run(
+                TRAINING_STEP, args, kwargs, training=True, step=step, loss_scale=self._loss_scale
+            )
         self._ledger.take_new(reduce=reduce)
         result = self._exchange(outcome, training=True)
-        self.total_weight = result.total_weight
+        self._gradient_divisor = outcome.gradient_divisor(result.total_weight)
+        self._note_total_weight(result.total_weight)
         if not result.total_weight and self.communicator.global_rank == 0:
             warnings.warn(
                 "the loss of this batch has no weight in any micro-batch or replica (no target that counts, or a "
@@ -236,7 +243,15 @@ class PipelineSession:
     def commit_gradients(self, *, accumulated_batches: int, reduce: bool) -> None:
         """Adds the last training step's gradients to those of the parameters."""
         assert self._ledger is not None
-        self._ledger.commit(total_weight=self.total_weight, accumulated_batches=accumulated_batches, reduce=reduce)
+        self._ledger.commit(divisor=self._gradient_divisor * accumulated_batches, reduce=reduce)
+
+    def _note_total_weight(self, total_weight: float) -> None:
+        """Scale the next losses by about what this one's gradients are divided by.
+
+        By a power of two, which rounds nothing. All ranks know the total, so they scale alike.
+        """
+        if total_weight > 0:
+            self._loss_scale = 2.0 ** -round(math.log2(total_weight))
 
     def _exchange(self, outcome: Any, *, training: bool) -> StepResult:
         step_values = self.metrics.step_values()

@@ -69,20 +69,21 @@ def make_pipeline(
     return pipeline
 
 
-def run_pipelines(pipelines: list[Pipeline], batches: list[Any], *, step: int = 0) -> Run:
+def run_pipelines(pipelines: list[Pipeline], batches: list[Any], *, step: int = 0, loss_scale: float = 1.0) -> Run:
     """One training step of all replicas of one module; the gradients stay in its parameters."""
     module = pipelines[0].module
     module.zero_grad(set_to_none=True)
     outcomes = [
-        pipeline.run("training_step", (batch, 0), {}, training=True, step=step)
+        pipeline.run("training_step", (batch, 0), {}, training=True, step=step, loss_scale=loss_scale)
         for pipeline, batch in zip(pipelines, batches, strict=True)
     ]
     weights = torch.stack([weight for outcome in outcomes for weight in outcome.weights])
     losses = torch.stack([loss for outcome in outcomes for loss in outcome.losses])
     total = weights.sum()
+    divisor = outcomes[0].gradient_divisor(float(total))
     for parameter in module.parameters():
         if parameter.grad is not None:
-            parameter.grad /= total.clamp(min=torch.finfo(torch.float64).tiny)
+            parameter.grad /= divisor
     kept = weights > 0
     return Run((weights * losses)[kept].sum() / total, gradients(module), outcomes)
 

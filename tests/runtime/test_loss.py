@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_autopipe.core.errors import BatchError
 from lightning_autopipe.runtime.loss import weighted_loss
@@ -200,3 +200,45 @@ def test_a_loss_that_is_written_in_place_loses_its_number_of_terms() -> None:
     module = Chain(gains_a_term).double()
     run = run_once(module, rows(), num_stages=2, num_microbatches=2)
     assert [float(weight) for weight in run.outcomes[0].weights] == [4.0, 3.0]
+
+
+class Clamped(torch.autograd.Function):
+    """The identity, whose gradient is not linear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.01, 0.01)
+
+
+class ClampedModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = Clamped.apply(layer(batch))
+        return F.mse_loss(batch, torch.ones_like(batch))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_one_microbatch_back_propagates_the_loss_itself(num_stages: int) -> None:
+    module, batch = ClampedModule(), torch.randn(12, 4)
+    run, plain = run_once(module, batch, num_stages=num_stages, num_microbatches=1), run_plain(module, batch)
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(run.gradients[name], gradient), name
+
+
+def test_scaled_losses_give_gradients_as_large_as_on_one_device() -> None:
+    module, batch = ClampedModule().double(), torch.randn(16, 4).double()
+    plain = run_plain(module, batch)
+    for loss_scale, is_close in ((1.0, False), (2.0**-6, True)):  # 64 elements: the loss's weight
+        pipeline = make_pipeline(module, (batch, 0), num_stages=2, num_microbatches=4)
+        run = run_pipelines([pipeline], [batch], loss_scale=loss_scale)
+        same = torch.allclose(run.gradients["layers.0.weight"], plain.gradients["layers.0.weight"], rtol=1e-10)
+        assert same == is_close

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_autopipe.core.errors import ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.runtime import stage_step
-from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.errors import StageError
+from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.schedules.stash import peak_stash
 from tests.runtime.pipelines import (

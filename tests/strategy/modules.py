@@ -58,6 +58,16 @@ class MlpModule(pl.LightningModule):
         self.gradients.append(own)
 
 
+class ClippingModule(MlpModule):
+    """Clips by its own call of torch, all parameters and then those of a part."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+        self.log("norm", norm)
+        self.log("head_norm", torch.nn.utils.clip_grad_norm_(self.head.parameters(), 0.01, norm_type=float("inf")))
+        super().on_before_optimizer_step(optimizer)
+
+
 class LanguageModule(MlpModule):
     """Tied embedding and head, tokens of which some are ignored by the loss."""
 

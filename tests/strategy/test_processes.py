@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.strategy.modules import (
     ClassifierModule,
+    ClippingModule,
     FloatModule,
     GatheringModule,
     Gpt2Module,
@@ -61,6 +62,10 @@ FITS = {
         module_options={"optimizer": "sgd", "lr": 1.0},
         data=partial(InOrder, token_data(16), batch_size=8),
         trainer_options={"gradient_clip_val": 0.05},
+    ),
+    "7 clipping in a hook": Fit(
+        module_class=ClippingModule,
+        data=partial(InOrder, regression_data(16), batch_size=8),
     ),
     "22 uneven batches": Fit(
         module_class=MlpModule,
