@@ -142,7 +142,7 @@ class Pipeline:
         cut_after: Sequence[str],
     ) -> None:
         """What runs once on the whole batch belongs to the last layer."""
-        parts = self._microbatches_of(step_name, args, kwargs, 2)
+        parts = self.split_into(step_name, args, kwargs, 2)
         if len(parts) == 1:
             return
         part_args, part_kwargs = parts[0]
@@ -174,13 +174,13 @@ class Pipeline:
             CaptureError: the step of one micro-batch cannot be traced.
         """
         assert self._layer_keys, "profile() comes first"
-        micro_args, micro_kwargs = self._microbatches_of(step_name, args, kwargs, num_microbatches)[0]
+        micro_args, micro_kwargs = self.split_into(step_name, args, kwargs, num_microbatches)[0]
         trace, table = self.store.trace(step_name, micro_args, micro_kwargs)
         return MicrobatchCapture(
             trace=trace, table=table, layer_keys=self._layer_keys, args=micro_args, kwargs=micro_kwargs
         )
 
-    def _microbatches_of(
+    def split_into(
         self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
     ) -> list[Any]:
         """Split a batch as it would be with that many micro-batches."""
@@ -218,17 +218,19 @@ class Pipeline:
             )
         self._planning_trace = None
 
-    def in_process(self, *, is_cut: bool = True) -> Pipeline:
+    def in_process(self, *, is_cut: bool = True, num_microbatches: int = 1) -> Pipeline:
         """Give a pipeline that runs this one's stages, or the step uncut, in this process; the module must be whole."""
         twin = Pipeline(
             self.module,
             layout=ParallelLayout(num_stages=self.num_stages if is_cut else 1),
             global_rank=0,
             transport=None,
-            num_microbatches=1,
+            num_microbatches=num_microbatches,
             make_schedule=self._make_schedule,
             seed=self.seed,
             device=self.device,
+            split_batch=self._split_batch,
+            loss_over=self._loss_over,
         )
         if is_cut:
             twin.store.share_cuts(self.store)

@@ -161,7 +161,7 @@ def plan_pipeline(
         )
     pipeline.set_plan(plan)
     pipeline.num_microbatches = plan.num_microbatches
-    if step_name == "training_step" and layout.num_stages > 1 and options.verify is not False:
+    if step_name == "training_step" and options.verify is not False:
         verify_on_one_rank(
             pipeline,
             plan,

@@ -19,6 +19,7 @@ from lightning_autopipe.profiling import on_device
 from lightning_autopipe.profiling.unchanged import unchanged
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.loss_check import check_loss
 
 _log = logging.getLogger(pl.__name__)  # shown by default, as Lightning's own notes are
 _COPIES_NEEDED = 4  # of the parameters: two sets of gradients, activations of one micro-batch
@@ -98,8 +99,17 @@ def verify_on_one_rank(
         else:
             try:
                 with on_device(pipeline.module, pipeline.device):
-                    verdict = verify_pipeline(pipeline, plan, step_name=step_name, args=args, kwargs=kwargs)
-                _log.info("%s", verdict)
+                    if plan.num_stages > 1:
+                        verdict = verify_pipeline(pipeline, plan, step_name=step_name, args=args, kwargs=kwargs)
+                        _log.info("%s", verdict)
+                    if plan.num_microbatches * plan.layout.num_replicas > 1:
+                        check_loss(
+                            pipeline,
+                            step_name=step_name,
+                            args=args,
+                            kwargs=kwargs,
+                            num_microbatches=plan.num_microbatches,
+                        )
             except MemoryError as error:
                 if in_any_case:
                     raise

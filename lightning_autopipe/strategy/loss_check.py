@@ -1,0 +1,92 @@
+"""Whether a step's loss may be taken by micro-batch: the weighted mean over parts must be the loss of the whole."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from lightning_autopipe.core.errors import CaptureError
+from lightning_autopipe.profiling.unchanged import unchanged
+from lightning_autopipe.runtime.pipeline import Pipeline
+
+_log = logging.getLogger(pl.__name__)
+_ROUNDING = 1e3  # in units of the dtype's resolution
+_MAX_DIFFERENCE = 0.1  # relative: what is above it is another loss, what is below may be a small part of one
+
+
+def check_loss(
+    pipeline: Pipeline, *, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
+) -> None:
+    """Compare the loss of a few samples with that of their halves, in evaluation mode, and leave all as it was.
+
+    A sum over samples, a root of a mean or a loss that compares samples (contrastive) is another number by halves;
+    micro-batches and replicas would train on another loss than one device. Nothing is said where the step draws random
+    numbers or does not run in evaluation mode.
+
+    Args:
+        pipeline: Of the whole module.
+        step_name: The step.
+        args: One whole batch and what else the step takes.
+        kwargs: Keyword arguments alike.
+        num_microbatches: Of the plan.
+
+    Raises:
+        CaptureError: the two differ much.
+    """
+    batch_size = pipeline.batch_size(step_name, args, kwargs)
+    if batch_size < 2:
+        return
+    few = pipeline.split_into(step_name, args, kwargs, max(1, min(num_microbatches, batch_size // 2)))[0]
+    try:
+        losses = _losses(pipeline, step_name, *few)
+    except Exception as error:
+        _log.debug("The loss of parts of a batch was not compared: %s: %s", type(error).__name__, error)
+        return
+    if losses is None:
+        return
+    whole, by_halves, resolution = losses
+    difference = abs(whole - by_halves) / max(abs(whole), abs(by_halves), 1e-30)
+    if not difference > _ROUNDING * resolution:
+        return
+    told = (
+        f"{step_name}'s loss is no mean over samples: {pipeline.batch_size(step_name, *few)} of them have the loss "
+        f"{whole:.6g}, and the mean of their halves' losses, weighted by samples or known targets, is {by_halves:.6g}. "
+        "Micro-batches and replicas take such a mean. "
+    )
+    ways_out = (
+        'Return {"loss": loss, "loss_weight": n} if it is a mean over n things, divide a sum by the number of samples, '
+        "set loss_over='batch' if it compares samples, or num_microbatches=1"
+    )
+    if difference > _MAX_DIFFERENCE:
+        raise CaptureError(f"{told}{ways_out}; verify=False turns this check off and trains on the other loss.")
+    warnings.warn(f"{told}{ways_out}.", stacklevel=2)
+
+
+def _losses(
+    pipeline: Pipeline, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, float, float] | None:
+    """Give the loss of the whole, the weighted mean over its halves, and the loss's resolution."""
+    module = pipeline.module
+    found = []
+    resolution = 0.0
+    with unchanged(module, ()), pipeline.silent(), torch.no_grad():
+        module.eval()
+        trace, _ = pipeline.store.trace(step_name, args, kwargs)
+        draws = trace.draw_functions or any(call.draws_python for call in trace.calls)
+        if draws or any(op.is_random for op in trace.operations) or trace.written_parameters:
+            return None
+        for num_parts in (1, 2):
+            twin = pipeline.in_process(is_cut=False, num_microbatches=num_parts)
+            outcome = twin.run(step_name, args, kwargs, training=False, step=0)
+            weights = torch.stack(outcome.weights)
+            if len(outcome.losses) != len(outcome.weights) or not bool(weights.sum() > 0):
+                return None
+            kept = weights > 0
+            resolution = torch.finfo(outcome.losses[0].dtype).eps
+            losses = torch.stack(outcome.losses).double()
+            found.append(float((losses * weights)[kept].sum() / weights.sum()))
+    return found[0], found[1], resolution
