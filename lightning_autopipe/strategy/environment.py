@@ -17,9 +17,9 @@ from lightning_autopipe.core.errors import ConfigurationError, PipelineRuntimeEr
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.planner import resolve_sizes
+from lightning_autopipe.runtime.meeting import meet
 from lightning_autopipe.runtime.members import Member
 from lightning_autopipe.runtime.process_groups import ProcessGroups
-from lightning_autopipe.runtime.rendezvous import meet
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.options import StrategyOptions
 

@@ -1,7 +1,11 @@
-"""What a user's own script looks like; run by `test_launch` under Lightning's launcher and under torchrun."""
+"""What a user's own script looks like; run by `test_launch` under Lightning's launcher and under torchrun.
+
+Usage: fit_script.py DEVICES STRATEGY [NUM_NODES [a command to start after the fit]]
+"""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import lightning.pytorch as pl
@@ -35,6 +39,7 @@ def main() -> None:
         accelerator="cpu",
         devices=int(sys.argv[1]),
         strategy=sys.argv[2],
+        num_nodes=int(sys.argv[3]) if len(sys.argv) > 3 else 1,
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
@@ -45,6 +50,8 @@ def main() -> None:
     if trainer.is_global_zero:
         total = sum(float(parameter.sum()) for parameter in module.parameters())
         print(f"RESULT {float(trainer.callback_metrics['loss']):.6f} {total:.6f}", flush=True)
+        if len(sys.argv) > 4:
+            subprocess.run(sys.argv[4:], check=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ SCRIPT = Path(__file__).with_name("fit_script.py")
 ROOT = Path(__file__).parents[2]
 
 
-def run(*command: str) -> str:
+def start(*command: str) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -24,24 +25,40 @@ def run(*command: str) -> str:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
         environment.pop(name, None)
     # Lightning's handler swallows SIGTERM, so only SIGKILL is sure to end a hang.
-    done = subprocess.run(
-        ["timeout", "-k", "1", "90", *command], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    assert len(results) == 1, done.stdout + done.stderr
-    return results[0]
+    command = ("timeout", "-k", "1", "380", *command)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def results(*processes: subprocess.Popen[str]) -> list[str]:
+    """The lines with a result, after all processes have ended well."""
+    outputs = [process.communicate() for process in processes]
+    shown = "\n".join(stdout + stderr for stdout, stderr in outputs)
+    assert all(process.returncode == 0 for process in processes), shown
+    return [line for stdout, _ in outputs for line in stdout.splitlines() if line.startswith("RESULT")]
 
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    return run(sys.executable, str(SCRIPT), "1", "auto")
+    (result,) = results(start(sys.executable, str(SCRIPT), "1", "auto"))
+    return result
 
 
 def test_lightnings_launcher(expected: str) -> None:
-    assert run(sys.executable, str(SCRIPT), "2", "autopipe_h") == expected
+    """And after the fit the same command again, in the environment that the fit has left."""
+    command = (sys.executable, str(SCRIPT), "2", "autopipe_h")
+    assert results(start(*command, "1", *command)) == [expected, expected]
 
 
-def test_torchrun(expected: str) -> None:
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(SCRIPT))
-    assert run(*command, "2", "autopipe_h") == expected
+def test_torchrun_on_two_nodes_of_unlike_numbers_of_processes(expected: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    agents = [
+        start(
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node_rank}"),
+            *("--master-addr=127.0.0.1", f"--master-port={port}", f"--nproc-per-node={num_processes}"),
+            *(str(SCRIPT), str(num_processes), "autopipe_h", "2"),
+        )
+        for node_rank, num_processes in enumerate((1, 2))
+    ]
+    assert results(*agents) == [expected]

@@ -56,10 +56,15 @@ def tell_place(processes_by_node: tuple[int, ...]) -> int:
     return num_processes
 
 
+def report_of(fit: Fit, *, num_stages: int, devices: int, num_nodes: int) -> Report:
+    """One rank's report of a fit with what the Trainer is told."""
+    return fit_here(replace(fit, trainer_options={"devices": devices, "num_nodes": num_nodes}), num_stages, 1)
+
+
 def fit_twice(processes_by_node: tuple[int, ...], one_device: bool, num_nodes: int) -> list[Report]:
-    devices = tell_place(processes_by_node)
-    options = {"num_nodes": num_nodes, "devices": 1 if one_device else devices}
-    return [fit_here(replace(FIT, trainer_options=options), sum(processes_by_node), 1) for _ in range(2)]
+    num_processes = tell_place(processes_by_node)
+    devices = 1 if one_device else num_processes
+    return [report_of(FIT, num_stages=sum(processes_by_node), devices=devices, num_nodes=num_nodes) for _ in range(2)]
 
 
 @pytest.mark.parametrize(

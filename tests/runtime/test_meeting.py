@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lightning_autopipe.core.errors import AutoPipeError, ConfigurationError, PipelineRuntimeError
-from lightning_autopipe.runtime import rendezvous
+from lightning_autopipe.runtime import meeting
+from lightning_autopipe.runtime.meeting import meet
 from lightning_autopipe.runtime.members import Member, check_members
-from lightning_autopipe.runtime.rendezvous import meet
 from tests.harness import describe, run_processes, run_processes_to_end
 
 
@@ -80,7 +80,7 @@ def meet_here(members: list[Member], timeout_s: float, dies: int | None = None) 
     own = replace(members[int(os.environ["RANK"])], process=os.environ["RANK"])
     port = int(os.environ["MASTER_PORT"])
     if dies == own.global_rank:
-        rendezvous._Hall.wait_for_all = end_after_all_but_one_came
+        meeting._Hall.wait_for_all = end_after_all_but_one_came
     try:
         meet(own, address="127.0.0.1", port=port, timeout_s=timeout_s, launched_by="a test")
     except AutoPipeError as error:

@@ -48,7 +48,7 @@ def meet(own: Member, *, address: str, port: int, timeout_s: float, launched_by:
     is_host = own.global_rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     store = _open_store(own, address, port, is_host=is_host, timeout_s=timeout_s)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    hall = _Hall(PrefixStore(f"lightning_autopipe/rendezvous/{attempt}", store), own, is_host=is_host)
+    hall = _Hall(PrefixStore(f"lightning_autopipe/meeting/{attempt}", store), own, is_host=is_host)
     try:
         hall.enter()
         members = hall.wait_for_all(deadline)
@@ -200,7 +200,7 @@ def _within(limit_s: float, function: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=call, name="autopipe-rendezvous", daemon=True)
+    thread = threading.Thread(target=call, name="autopipe-meeting", daemon=True)
     thread.start()
     thread.join(limit_s)
     if errors:

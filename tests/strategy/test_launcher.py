@@ -1,0 +1,92 @@
+"""What a launch leaves in the environment, and who takes it for its own."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
+
+from lightning_autopipe.strategy.launcher import (
+    GivenRanksEnvironment,
+    ScriptLauncher,
+    forget_another_launch,
+    with_given_ranks,
+)
+
+NAMES = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell's, in which the user has said where the first node is."""
+    for name in (*NAMES, "LIGHTNING_AUTOPIPE_STARTED_BY"):
+        monkeypatch.setenv(name, "")  # so that what a test sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+def told() -> dict[str, str]:
+    return {name: os.environ[name] for name in NAMES if name in os.environ}
+
+
+def launch() -> dict[str, str]:
+    """What this process has in its environment after a launch."""
+    ScriptLauncher(LightningEnvironment(), num_processes=1, num_nodes=1)._call_children_scripts()
+    return told()
+
+
+def test_the_launching_process_keeps_it_for_the_next_fit() -> None:
+    left = launch()
+    assert left["LOCAL_RANK"] == "0"
+    forget_another_launch()
+    assert told() == left
+
+
+def test_a_launched_process_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch()
+    launching = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: launching + 1)
+    monkeypatch.setattr(os, "getppid", lambda: launching)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    left = told()
+    forget_another_launch()
+    assert told() == left
+
+
+@pytest.mark.parametrize(("distance", "local_rank"), [(1, "0"), (2, "1")], ids=["of rank 0", "of rank 1"])
+def test_a_command_of_a_process_forgets_it_and_keeps_what_the_user_said(
+    distance: int, local_rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch()
+    launching = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: launching + distance)
+    monkeypatch.setattr(os, "getppid", lambda: launching + distance - 1)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    forget_another_launch()
+    assert told() == {"MASTER_ADDR": "127.0.0.1"}
+
+
+def test_what_another_launcher_says_afterwards_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch()
+    launching = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: launching + 2)
+    monkeypatch.setattr(os, "getppid", lambda: launching + 1)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    left = told()
+    forget_another_launch()
+    assert told() == left
+
+
+def test_ranks_that_are_given_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(with_given_ranks(LightningEnvironment())) is LightningEnvironment
+    for name, value in {"RANK": "4", "LOCAL_RANK": "1", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NODE_RANK", "2")
+    environment = with_given_ranks(LightningEnvironment())
+    assert isinstance(environment, GivenRanksEnvironment)
+    assert environment.creates_processes_externally
+    assert (environment.global_rank(), environment.world_size()) == (4, 6)
+    assert (environment.node_rank(), environment.local_rank()) == (2, 1)
+    slurm = SLURMEnvironment()
+    assert with_given_ranks(slurm) is slurm, "the user's own choice stays"
