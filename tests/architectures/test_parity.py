@@ -1,4 +1,4 @@
-"""Quick form of the table in docs/architectures.md: every architecture cut in two in the middle, and in four."""
+"""Quick form of the table in docs/architectures.md: every architecture cut into four stages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ def test_cut_as_uncut(name: str) -> None:
     module, batch = architecture.module(), architecture.batch()
     reference = uncut(module, batch)
     found = traced(module, (batch, 0))
-    cuts = list(planned_cuts(len(found.trace.layers)))
     assert len(found.trace.layers) >= architecture.min_layers
-    for cut_points in (cuts[len(cuts) // 2], cuts[-1]):
-        differs = difference(module, batch, found, cut_points, reference)
-        assert differs.relative <= MAX_RELATIVE_DIFFERENCE[architecture.dtype], differs
+    *_, most_stages = planned_cuts(len(found.trace.layers))
+    differs = difference(module, batch, found, most_stages, reference)
+    assert differs.relative <= MAX_RELATIVE_DIFFERENCE[architecture.dtype], differs

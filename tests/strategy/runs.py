@@ -87,7 +87,8 @@ def fit_in_processes(
 def _run(fit: Fit, strategy: Any, *, num_processes: int, num_replicas: int) -> Report:
     module = seeded(fit.module_class, **fit.module_options)
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(not name.startswith(fit.frozen or "-"))
+        if name.startswith(fit.frozen):
+            parameter.requires_grad_(False)
     trainer = quiet_trainer(
         strategy,
         num_processes=num_processes,

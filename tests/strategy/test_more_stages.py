@@ -13,7 +13,9 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_autopipe.strategy import AutoPipeStrategy
+from tests.strategy.anyones_modules import CausalModule
 from tests.strategy.modules import (
+    WIDTH,
     InOrder,
     LanguageModule,
     MlpModule,
@@ -32,12 +34,13 @@ SGD_DATA = partial(InOrder, regression_data(24), batch_size=8)
 
 
 class TiedBlocksModule(MlpModule):
-    """Row 10: one block used twice, far apart, and a second tie."""
+    """Row 10: a Linear and LayerNorm block used at layers 1 and 4, and two more ties."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, depth=6)
-        self.blocks[4] = self.blocks[1]
+        self.blocks[1] = self.blocks[4] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
         self.blocks[5][0].bias = self.blocks[0][0].bias
+        self.blocks[3][0].weight = self.blocks[0][0].weight
 
 
 class ContrastiveModule(MlpModule):
@@ -94,6 +97,12 @@ FITS = {
         frozen=("embedding", "head", "blocks"),
         trainer_options={"gradient_clip_val": 0.01},
     ),
+    "11 adapters of peft": Fit(
+        module_class=CausalModule,
+        module_options={"low_rank": True, "optimizer": "adamw", "lr": 0.01},
+        data=partial(InOrder, token_data(16), batch_size=8),
+        trainer_options={"gradient_clip_val": 0.01},
+    ),
 }
 
 
@@ -101,6 +110,16 @@ def test_ties_and_frozen_stages() -> None:
     ranks = fit_in_processes(FITS, num_stages=3)
     for name, fit in FITS.items():
         assert_same_result(fit_plain(fit), ranks[name])
+    by_stage = [set(rank.gradients[0]) for rank in reversed(ranks["10 ties"])]
+    assert by_stage[0] & by_stage[2] == {
+        "blocks.1.0.weight",
+        "blocks.1.0.bias",
+        "blocks.1.1.weight",
+        "blocks.1.1.bias",
+        "blocks.0.0.bias",
+    }
+    assert by_stage[0] & by_stage[1] == {"blocks.0.0.weight"}
+    assert all("lora_" in name for rank in ranks["11 adapters of peft"] for name in rank.gradients[0])
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
