@@ -65,8 +65,9 @@ def choose_device_order(
     searches.sort(key=_value)
     for search in searches[:_NUM_SEARCHED]:
         search.look_around(search.starts())
-    best = min(searches[:_NUM_SEARCHED], key=_value)
-    best = _swapped(setting, best, depths, effort // 2)
+    best = _swapped(setting, min(searches[:_NUM_SEARCHED], key=_value), depths, effort // 2)
+    if best.objective.shares_links:
+        return _best_of_simulated([best, *searches[:_NUM_SEARCHED]])
     return DeviceOrderChoice(devices=_order_of(best), choice=best.choice(is_exact=False))
 
 
@@ -107,7 +108,21 @@ def _best_of_all(setting: PipelineSetting, orders: Sequence[Order], depths: Dept
         if not searches[index].overflow_bytes:
             shortest_s = min(shortest_s, searches[index].step_s)
     best = min(searches, key=_value)
-    return DeviceOrderChoice(devices=_order_of(best), choice=best.choice(is_exact=True))
+    if not best.objective.shares_links:
+        return DeviceOrderChoice(devices=_order_of(best), choice=best.choice(is_exact=True))
+    return _best_of_simulated(searches)
+
+
+def _best_of_simulated(searches: Sequence[PartitionSearch]) -> DeviceOrderChoice:
+    """Of the orders that promise most the one that is best where transfers share links."""
+    found = [
+        DeviceOrderChoice(devices=_order_of(search), choice=search.choice(is_exact=False))
+        for search in sorted(searches, key=_value)[:_NUM_SEARCHED]
+        if not search.overflow_bytes
+    ]
+    if not found:
+        min(searches, key=_value).choice(is_exact=False)  # raises: nothing fits
+    return min(found, key=lambda one: one.choice.step_s)
 
 
 def _swapped(setting: PipelineSetting, best: PartitionSearch, depths: Depths, effort: int) -> PartitionSearch:

@@ -21,6 +21,8 @@ MAX_EXACT = 20_000
 """Partitions that are all looked at, where there are not more."""
 EFFORT = 2_000_000
 """Actions that a search may simulate."""
+_ACTIONS_LIKE_SIMULATION = 20
+"""An action of the simulator takes as long as so many of the recurrence."""
 _NUM_FINALISTS = 16
 """Partitions that are simulated with shared links, of which the recurrence knows nothing."""
 _SAME = 1 + 1e-12
@@ -88,12 +90,14 @@ class PartitionSearch:
         self._steps: dict[Cuts, float] = {}  # of those that were simulated; the others are as bad as their bound
         self._last_action = objective.num_priced_actions + effort
         check_enough_layers(self.num_stages, self.num_layers)
+        self._shares_links = objective.shares_links
         self._adds = objective.bound_weights(depths)
         self._by_bound = MinMaxTable(*self._adds)
 
     def run(self, *, max_exact: int = MAX_EXACT) -> PartitionChoice:
         """The best partition that is found; see `choose_partition`."""
-        is_exact = math.comb(self.num_layers - 1, self.num_stages - 1) <= max_exact
+        num_partitions = math.comb(self.num_layers - 1, self.num_stages - 1)
+        is_exact = num_partitions <= (max_exact // _ACTIONS_LIKE_SIMULATION if self._shares_links else max_exact)
         if is_exact:
             self.look_at_all()
         else:
@@ -103,27 +107,33 @@ class PartitionSearch:
     def choice(self, *, is_exact: bool) -> PartitionChoice:
         """The best partition so far.
 
+        Args:
+            is_exact: whether all were looked at, so that as many are simulated with shared links as could be best.
+
         Raises:
             ConfigurationError: none was found that fits the memory.
         """
         if self.overflow_bytes:
             raise ConfigurationError(self._why_nothing_fits())
-        if self.objective.shares_links:
-            self._simulate_finalists()
+        if self._shares_links:
+            self._simulate_finalists(len(self._steps) if is_exact else _NUM_FINALISTS)
         return PartitionChoice(
             partition=Partition(cut_points=self.best, num_layers=self.num_layers),
             depths=self.depths,
             step_s=self.step_s,
-            is_exact=is_exact and not self.objective.shares_links,
+            is_exact=is_exact,
         )
 
-    def _simulate_finalists(self) -> None:
+    def _simulate_finalists(self, num_finalists: int) -> None:
         """Chooses between the best partitions by the simulator: sharing links only lengthens what they promise."""
-        finalists = sorted((step_s, cuts) for cuts, step_s in self._steps.items())[:_NUM_FINALISTS]
+        finalists = sorted((step_s, cuts) for cuts, step_s in self._steps.items())
         self.step_s = math.inf
         for promised_s, cuts in finalists:
-            if promised_s >= self.step_s:
+            if promised_s >= self.step_s or not num_finalists:
                 break
+            if self.objective.overflow_bytes(cuts, self.depths):
+                continue
+            num_finalists -= 1
             step_s = simulate(self.objective.step_work(cuts, self.depths)).step_s
             if step_s < self.step_s:
                 self.best, self.step_s = cuts, step_s
@@ -168,7 +178,7 @@ class PartitionSearch:
             for cuts in combinations(range(1, self.num_layers), self.num_stages - 1)
         )
         for bound_s, cuts in bounds:
-            if not self.overflow_bytes and bound_s > self.step_s * _SAME:
+            if not self.overflow_bytes and bound_s > self.step_s * _SAME and not self._shares_links:
                 break
             self.consider(cuts)
 
