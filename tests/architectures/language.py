@@ -111,8 +111,8 @@ LANGUAGE = {
     "GPT-2": Architecture(kind="decoder", network=gpt2, batch=batches.causal_padded),
     "BERT": Architecture(kind="encoder, masked tokens", network=bert, batch=batches.masked),
     "ALBERT": Architecture(
-        kind="encoder that uses one layer again and again",
-        network=lambda: tr.AlbertForMaskedLM(tr.AlbertConfig(embedding_size=8, **SMALL)),
+        kind="encoder that uses one layer three times",
+        network=lambda: tr.AlbertForMaskedLM(tr.AlbertConfig(**{**SMALL, "embedding_size": 8, "num_hidden_layers": 3})),
         batch=batches.masked,
     ),
     "DistilBERT": Architecture(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,22 +84,21 @@ def difference(
         for name, (value, expected) in values.items()
         if not torch.equal(value, expected)
     }
-    starts = [found.trace.layers[index].start for index in cut_points]
     return Difference(
         cut_points=tuple(cut_points),
         relative=max(by_name.values(), default=0.0),
         names=tuple(by_name),
-        reason=_reason(pipeline, found, starts) if by_name else "",
+        reason=_reason(pipeline, found, cut_points, by_name) if by_name else "",
     )
 
 
-def _reason(pipeline: Pipeline, found: Traced, cuts: Sequence[int]) -> str:
-    """Say whose gradient is summed in another order at these cuts."""
-    stages = range(pipeline.num_stages)
-    owned = [pipeline.owned_parameters(stage_index) for stage_index in stages]
-    if any(owned[a] & owned[b] for a in stages for b in range(a)):
-        return "a weight used on both sides of a cut"
-    crossing = {index for cut in cuts for index in found.table.crossing[cut]}
-    if any(len(found.trace.values[index].reads) > 2 for index in crossing):
-        return "a value used on both sides of a cut"
-    return "a gradient that crosses lies in memory in the order of its value"
+def _reason(pipeline: Pipeline, found: Traced, cut_points: Sequence[int], names: Iterable[str]) -> str:
+    """Say which gradients are summed in another order at these cuts."""
+    stages = [pipeline.owned_parameters(stage_index) for stage_index in range(pipeline.num_stages)]
+    if all(sum(name in owned for owned in stages) > 1 for name in names):
+        return "a weight used on several stages"
+    for cut in (found.trace.layers[index].start for index in cut_points):
+        for reads in (found.trace.values[index].reads for index in found.table.crossing[cut]):
+            if len(reads) > 2 and min(reads) < cut:
+                return "a value used on several stages"
+    return "a gradient crosses in the memory order of its value"

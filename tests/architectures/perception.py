@@ -178,6 +178,7 @@ PERCEPTION = {
         kind="speech, connectionist temporal classification",
         network=wav2vec2,
         batch=lambda: {"input_values": numbers(2, 200), "labels": token_ids(4)},
+        remark="without LayerDrop: a layer that a draw leaves out takes its cuts along",
     ),
     "Whisper": Architecture(
         kind="speech, encoder-decoder",
