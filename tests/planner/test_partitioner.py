@@ -76,7 +76,7 @@ def limited_profile(data: st.DataObject, num_layers: int) -> ModelProfile:
     return ModelProfile(layers=tuple(layers), values=tuple(values))
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@settings(deadline=None, derandomize=True, max_examples=25)
 @given(st.data())
 def test_it_is_never_above_brute_force(data: st.DataObject) -> None:
     """Random costs, speeds, memory limits and links; M = 2n, one replica, depth n - 1 - s, every order of devices."""
