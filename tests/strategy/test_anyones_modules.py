@@ -23,13 +23,15 @@ from tests.strategy.anyones_modules import (
     WeightNormModule,
 )
 from tests.strategy.modules import InOrder, largest_difference, regression_data, token_data
-from tests.strategy.runs import Fit, Report, assert_same_result, fit_in_processes, fit_plain
+from tests.strategy.runs import Fit, Report, assert_same_result, fit_here, fit_in_processes, fit_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SEQUENCES = partial(InOrder, token_data(16), batch_size=8)
 VECTORS = partial(InOrder, regression_data(16), batch_size=8)
+WITH_DROPOUT = "4 recomputation inside the model, dropout"
 FITS = {
+    WITH_DROPOUT: Fit(module_class=CausalModule, module_options={"dropout": 0.5, "recompute": True}, data=SEQUENCES),
     "11 adapters of peft": Fit(
         module_class=CausalModule,
         module_options={"low_rank": True, "optimizer": "adamw", "lr": 0.01},
@@ -60,10 +62,10 @@ FITS = {
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list[Report]]:
-    return fit_in_processes(FITS, num_stages=2)
+    return fit_in_processes(FITS, num_stages=2, timeout_s=300)  # a dozen fits
 
 
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize("name", [name for name in FITS if name != WITH_DROPOUT])
 def test_equals_the_plain_module(name: str, ranks: dict[str, list[Report]]) -> None:
     plain = fit_plain(FITS[name])
     assert plain.gradients[0]
@@ -80,9 +82,8 @@ def test_both_branches_were_taken(ranks: dict[str, list[Report]]) -> None:
     assert taken == {"positive", "negative"}
 
 
-def test_recomputation_draws_the_same_dropout_on_any_number_of_stages() -> None:
+def test_recomputation_draws_the_same_dropout_on_any_number_of_stages(ranks: dict[str, list[Report]]) -> None:
     """Row 4 with `gradient_checkpointing_enable()`."""
-    fit = Fit(module_class=CausalModule, module_options={"dropout": 0.5, "recompute": True}, data=SEQUENCES)
-    whole, cut = (fit_in_processes({"fit": fit}, num_stages=num_stages)["fit"] for num_stages in (1, 2))
-    assert_same_result(whole[0], cut, tolerance=1e-12)
-    assert largest_difference(fit_plain(fit).values, cut[0].values) > 1e-6, "no dropout at all"
+    cut = ranks[WITH_DROPOUT]
+    assert_same_result(fit_here(FITS[WITH_DROPOUT], num_stages=1, num_replicas=1), cut, tolerance=1e-12)
+    assert largest_difference(fit_plain(FITS[WITH_DROPOUT]).values, cut[0].values) > 1e-6, "no dropout at all"
