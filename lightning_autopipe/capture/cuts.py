@@ -43,6 +43,7 @@ class CutTable:
             for storage in op.written_storages:
                 self._last_write[storage] = op.index
         self._whole_spans = (*self._find_state_spans(), *self._find_gradient_spans())
+        self._region_paths = self._find_region_paths()
         # Behind the last operation that takes a parameter there is nothing to share out.
         self.last_useful = max((op.index for op in trace.operations if op.parameters), default=0)
         self.crossing: list[tuple[int, ...]] = []
@@ -60,7 +61,7 @@ class CutTable:
         """Tell whether the memory of a value is written by an operation at or after `position`."""
         return self._last_write.get(self.trace.values[value_index].storage, -1) >= position
 
-    def _find_state_spans(self) -> Iterable[tuple[int, int]]:
+    def _find_state_spans(self) -> Iterable[tuple[int, int, str]]:
         """From first to last use of what must live on one stage: what the step writes, parameters that it hooks."""
         hooked = {n for op in self.trace.operations if op.function in _NEED_WHOLE_GRADIENT for n in op.parameters}
         whole = self.trace.written_parameters | hooked
@@ -69,15 +70,17 @@ class CutTable:
             for name in (*op.buffers, *whole.intersection(op.parameters)):
                 first, _ = spans.get(name, (op.index, op.index))
                 spans[name] = (first, op.index)
-        return spans.values()
+        for name, (first, last) in spans.items():
+            yield first, last, f"{name}, which the step writes or hooks, is used on both sides"
 
-    def _find_gradient_spans(self) -> Iterable[tuple[int, int]]:
+    def _find_gradient_spans(self) -> Iterable[tuple[int, int, str]]:
         """From the first use of a value to where its whole gradient is asked for: by a hook on it or by the step."""
         for op in self.trace.operations:
             if op.function in _NEED_WHOLE_GRADIENT and op.reads:
-                yield min(self.trace.values[v].reads[0] for v in op.reads), op.index
+                first = min(self.trace.values[v].reads[0] for v in op.reads)
+                yield first, op.index, f"{op.name} in {_place(op)} needs the whole gradient of a value used before"
             elif op.function is torch.autograd.grad:
-                yield 0, op.index
+                yield 0, op.index, f"torch.autograd.grad in {_place(op)} needs all that comes before it"
 
     def _is_legal(self, position: int) -> bool:
         if position == len(self.trace.operations):
@@ -86,25 +89,47 @@ class CutTable:
 
     def keeps_meaning(self, position: int) -> bool:
         """Tell whether the step could be left here and gone on with, whether or not that is of use."""
+        return self.obstacle(position) is None
+
+    def obstacle(self, position: int) -> str | None:
+        """Tell what keeps the step from being left here and gone on with; None where nothing does."""
         operations = self.trace.operations
         if position in (0, len(operations)):
-            return True
+            return None
         region = operations[position].region
         if region is not None and region == operations[position - 1].region:
-            return False
-        if any(first < position <= last for first, last in self._whole_spans):
-            return False
+            where = ".".join(self._region_paths[region]) or "the LightningModule"
+            return f"what runs in {where} is one checkpointed region, or a module with full backward hooks"
+        for first, last, reason in self._whole_spans:
+            if first < position <= last:
+                return reason
         storages: set[int] = set()
         for index in self.crossing[position]:
             value = self.trace.values[index]
-            if value.slot is None or value.sized_by_data:
-                return False
-            if operations[value.maker].function is BackwardHookFunction:
-                return False
+            maker = operations[value.maker]
+            if value.sized_by_data:
+                return f"the size of what {maker.name} in {_place(maker)} gives depends on the data"
+            if value.slot is None or maker.function is BackwardHookFunction:
+                return f"what {maker.name} in {_place(maker)} gives cannot be handed over"
             if value.storage in storages and self.written_after(index, position):
-                return False
+                return f"what {maker.name} in {_place(maker)} gives shares memory that is written later"
             storages.add(value.storage)
-        return True
+        return None
+
+    def _find_region_paths(self) -> dict[int, list[str]]:
+        """By region what the paths of its modules have in common."""
+        paths: dict[int, list[str]] = {}
+        for op in self.trace.operations:
+            if op.region is not None:
+                own = op.module_path.split(".")
+                known = paths.setdefault(op.region, own)
+                same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(known, own, strict=False))
+                paths[op.region] = [part for part, _ in same]
+        return paths
+
+
+def _place(operation: Operation) -> str:
+    return operation.module_path or "the LightningModule"
 
 
 def find_layers(

@@ -105,6 +105,13 @@ class ModuleCall:
     num_free_draws: int = 0
     draws_python: bool = False
     is_opaque: bool = False
+    source: str = ""
+    """The line that makes the call, where the step or the LightningModule's own forward does."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is the step itself, or the LightningModule's own forward."""
+        return self.module_path in ("<step>", "")
 
     @property
     def activations(self) -> tuple[tuple[LeafPath, int], ...]:

@@ -262,6 +262,13 @@ def _told(path: tree.LeafPath) -> str:
 def _explain(units: Mapping[tree.LeafPath, Any], running: Sequence[BatchSplit]) -> str:
     leaves = ", ".join(f"{_told(p)}: {tuple(leaf.shape)}" for p, leaf in units.items() if isinstance(leaf, Tensor))
     if not running:
+        lists = _lists_of_tensors(units)
+        if lists:
+            return (
+                f"The batch cannot be split into micro-batches: {lists} is a list of tensors, which counts as one leaf "
+                "for each tensor and not as one entry a sample. Stack them in collate_fn (pad them where their sizes "
+                "differ), or set num_microbatches=1."
+            )
         return (
             f"The batch ({leaves}) cannot be split into micro-batches: the step fails on shapes with any other number "
             "of samples. Say which leaves have one entry a sample with split_batch={leaf: dimension or None}, or set "
@@ -272,3 +279,12 @@ def _explain(units: Mapping[tree.LeafPath, Any], running: Sequence[BatchSplit]) 
         f"The batch ({leaves}) can be split into micro-batches in more than one way: {ways}. Say which with "
         "split_batch={leaf: dimension or None}."
     )
+
+
+def _lists_of_tensors(units: Mapping[tree.LeafPath, Any]) -> str:
+    """Name the lists whose tensors may be the samples: as long as the longest, and more than two."""
+    lengths = Counter(
+        path[:-1] for path, leaf in units.items() if isinstance(leaf, Tensor) and isinstance(path[-1], int)
+    )
+    longest = max(lengths.values(), default=0)
+    return ", ".join(_told(path) for path, length in lengths.items() if length == longest) if longest > 2 else ""

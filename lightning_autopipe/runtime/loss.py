@@ -46,8 +46,12 @@ def weighted_loss(
     loss, given = _find(result)
     if loss is None or loss.dim() != 0:
         if training:
-            what = "no loss" if loss is None else f"a loss of shape {tuple(loss.shape)}"
-            raise BatchError(f"{step_name} returned {what}; return a scalar tensor, or a mapping with a scalar 'loss'.")
+            what = f"no loss ({type(result).__name__})" if loss is None else f"a loss of shape {tuple(loss.shape)}"
+            skip = " None, which skips a batch under Lightning, cannot: the other stages have begun with it."
+            raise BatchError(
+                f"{step_name} returned {what}; return a scalar tensor, or a mapping with a scalar 'loss'."
+                f"{skip if result is None else ''}"
+            )
         return WeightedLoss(loss=None, weight=_number(float(num_samples), loss), to_backpropagate=None)
     weight = _weight(loss, given, num_samples, step_name)
     if not training:

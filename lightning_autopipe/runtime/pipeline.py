@@ -17,6 +17,7 @@ from lightning_autopipe.capture.cuts import CutTable, find_layers, positions_aft
 from lightning_autopipe.capture.interception import current
 from lightning_autopipe.capture.preserve import preserved_random_state
 from lightning_autopipe.capture.records import CutKey, Operation, StepTrace
+from lightning_autopipe.capture.refusals import refuse_repeated_pass, refuse_too_few_layers
 from lightning_autopipe.capture.replay import terms_of
 from lightning_autopipe.core.errors import CaptureError, ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
@@ -86,7 +87,7 @@ class Pipeline:
         self._loss_over = loss_over
         self.batch_norm = batch_norm or BatchNormStatistics(module)
         self._splits: dict[Hashable, BatchSplit] = {}
-        self.store = CaptureStore(module, self.device)
+        self.store = CaptureStore(module, self.device, is_cut=layout.num_stages > 1)
         self._carried: CarriedState | None = None
         self.unweighted_loss: Operation | None = (
             None  # of the profile: ignores targets that the loss's weight does not know
@@ -118,12 +119,16 @@ class Pipeline:
             cut_after: paths of modules after whose last calls layers end.
 
         Raises:
+            BatchError: a training step returns no loss.
             CaptureError: the step cannot be traced or cut.
-            ConfigurationError: it cannot be cut after one of the modules.
+            ConfigurationError: it cannot be cut into so many stages, or after one of the modules.
         """
         trace, table = self.store.trace(step_name, args, kwargs, cut_after=cut_after)
         if self._loss_over == "batch":
             self._end_layers_before_rest(trace, table, step_name, args, kwargs, cut_after)
+        if self.num_stages > 1:
+            refuse_repeated_pass(trace, step_name)
+            refuse_too_few_layers(trace, table, self.num_stages, step_name)
         starts = [layer.start for layer in trace.layers]
         self.cut_points_after = tuple(starts.index(p) for p in positions_after(trace, table, cut_after))
         self._planning_trace = (trace, table)

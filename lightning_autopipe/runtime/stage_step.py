@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.absent import AbsentValueError
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.replay import StageRun, TraceMismatchError
@@ -157,7 +158,7 @@ class StageStep(StageForward):
         key = self._key(microbatch_index)
         program = self._program(self._captures[microbatch_index], args, kwargs)
         try:
-            return program, program.run(self._step_function, args, kwargs, received, key)
+            return program, self._replay(program, args, kwargs, received, key)
         except TraceMismatchError as mismatch:
             other = None
             if mismatch.can_retry:
@@ -166,7 +167,27 @@ class StageStep(StageForward):
                 raise
             program = self._program(other, args, kwargs)
             self._pipeline.batch_norm.begin_microbatch(self._stage_index, microbatch_index)
-            return program, program.run(self._step_function, args, kwargs, received, key)
+            return program, self._replay(program, args, kwargs, received, key)
+
+    def _replay(
+        self,
+        program: StageProgram,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        received: Sequence[Tensor],
+        key: DrawKey,
+    ) -> StageRun:
+        try:
+            return program.run(self._step_function, args, kwargs, received, key)
+        except AbsentValueError as error:
+            end_reason = program.trace.end_reason
+            if not self._is_last or end_reason is None:
+                raise
+            raise CaptureError(
+                f"{self._step_name} reads a value ({end_reason}) and then uses the model again, of which other stages "
+                f"have a part: {error} A pipeline passes through the model once a step. Do what comes then in a step "
+                "of its own, or set num_stages=1."
+            ) from error
 
 
 class WholeBatchLastStage(StageStep):

@@ -58,9 +58,10 @@ class CaptureStore:
     prediction) are cut at the places of the same names, or where the owners of the parameters they use allow it.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, *, is_cut: bool = False) -> None:
         self.module = module
         self.device = device
+        self.is_cut = is_cut
         self.tracing = False
         self.num_stages = 1
         self.cut_keys: tuple[CutKey, ...] = ()
@@ -89,6 +90,7 @@ class CaptureStore:
                 step_name=step_name,
                 state_buffers=frozenset(n for n, _ in self.module.named_buffers() if n in self.owners),
                 device=self.device,
+                is_cut=self.is_cut,
             )
         table = CutTable(trace)
         trace.layers = find_layers(trace, table, positions_after(trace, table, cut_after))

@@ -15,6 +15,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from lightning_autopipe.capture.source_lines import line_of_function
 from lightning_autopipe.core.errors import CheckpointError, ConfigurationError
 
 
@@ -42,7 +43,7 @@ class WholeOptimizer:
         self._groups: list[_Group] = []
         if self._is_mock:
             return
-        refuse_optimizer(self.optimizer)
+        refuse_optimizer(self.optimizer, module)
         name_of = {id(parameter): name for name, parameter in module.named_parameters()}
         for group_index, group in enumerate(self.optimizer.param_groups):
             first = len(self._names)
@@ -141,22 +142,25 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def refuse_optimizer(optimizer: Optimizer) -> None:
+def refuse_optimizer(optimizer: Optimizer, module: nn.Module) -> None:
     """Raises for optimizers whose step looks at all parameters together, or that distribute state themselves.
 
     Raises:
         ConfigurationError: it is one of them.
     """
     name = type(optimizer).__name__
+    method = getattr(module, "configure_optimizers", None)
+    place = "" if method is None else f" ({line_of_function(method)})"
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
-            f"configure_optimizers returned {name}, whose step needs the gradients of all parameters in one process; a "
-            "pipeline's stages have only their own. Use one that treats parameters one by one (AdamW, SGD, ...)"
+            f"configure_optimizers{place} returned {name}, whose step needs the gradients of all parameters in one "
+            "process; a pipeline's stages have only their own. Use one that treats parameters one by one (AdamW, SGD, "
+            "...)"
         )
     if hasattr(optimizer, "consolidate_state_dict"):
         raise ConfigurationError(
-            f"configure_optimizers returned {name}, which distributes its state over processes itself; a pipeline does "
-            "that by stage. Return the optimizer that it wraps"
+            f"configure_optimizers{place} returned {name}, which distributes its state over processes itself; a "
+            "pipeline does that by stage. Return the optimizer that it wraps"
         )
 
 

@@ -118,6 +118,14 @@ def plan_pipeline(
     if step_name == "training_step" and communicator.global_rank == 0:
         _warn_of_unknown_weight(pipeline)
     layout = communicator.layout
+    wanted = options.num_microbatches if plan is None else plan.num_microbatches
+    if wanted != "auto" and wanted > batch_size and communicator.global_rank == 0:
+        warnings.warn(
+            f"num_microbatches={wanted} is more than the {batch_size} samples that a replica's first batch has: such a "
+            f"batch runs as {batch_size} micro-batches of one sample. Set num_microbatches to at most {batch_size}, or "
+            "a larger batch_size",
+            stacklevel=2,
+        )
     if plan is None:
         sizes = resolve_sizes(
             num_stages=layout.num_stages,

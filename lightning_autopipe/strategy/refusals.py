@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from lightning_autopipe.capture.source_lines import line_of_function
 from lightning_autopipe.core.errors import ConfigurationError
 
 STEP_NAMES = ("training_step", "validation_step", "test_step", "predict_step")
@@ -34,14 +35,15 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precisio
     name = type(module).__name__
     if not module.automatic_optimization:
         raise ConfigurationError(
-            f"{name}.automatic_optimization is False: manual optimization runs backward inside training_step, which a "
-            "pipeline cuts into stages. Leave it True and return the loss; use one optimizer with parameter groups for "
-            "several learning rates"
+            f"{name}.automatic_optimization is False: manual optimization runs backward inside training_step "
+            f"({line_of_function(module.training_step)}), which a pipeline cuts into stages. Leave it True and return "
+            "the loss; use one optimizer with parameter groups for several learning rates"
         )
     if is_overridden("backward", module, parent=pl.LightningModule):
         raise ConfigurationError(
-            f"{name}.backward is overridden, but a pipeline back-propagates each micro-batch itself and would not call "
-            "it. Remove it; change the loss in training_step, or gradients in on_after_backward"
+            f"{name}.backward is overridden ({line_of_function(module.backward)}), but a pipeline back-propagates each "
+            "micro-batch itself and would not call it. Remove it; change the loss in training_step, or gradients in "
+            "on_after_backward"
         )
     _refuse_sync_batch_norm_layers(module)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -101,10 +103,11 @@ def refuse_interactive_session(num_processes: int) -> None:
 
 def explain_several_optimizers(module: pl.LightningModule, error: RuntimeError) -> ConfigurationError:
     """What to raise instead of Lightning's advice to optimize manually."""
+    line = line_of_function(module.configure_optimizers)
     return ConfigurationError(
-        f"{type(module).__name__}.configure_optimizers returned several optimizers, which Lightning allows under "
-        "manual optimization only, and a pipeline not at all. Return one optimizer with a parameter group for each of "
-        f"them (Lightning says: {error})"
+        f"{type(module).__name__}.configure_optimizers ({line}) returned several optimizers, which Lightning allows "
+        "under manual optimization only, and a pipeline not at all. Return one optimizer with a parameter group for "
+        f"each of them (Lightning says: {error})"
     )
 
 
@@ -121,7 +124,8 @@ def _refuse_steps(module: pl.LightningModule) -> None:
     for step_name in STEP_NAMES:
         if is_param_in_hook_signature(getattr(module, step_name), "dataloader_iter", explicit=True):
             raise ConfigurationError(
-                f"{type(module).__name__}.{step_name} takes a dataloader_iter, but only a pipeline's first stage reads "
+                f"{type(module).__name__}.{step_name} takes a dataloader_iter "
+                f"({line_of_function(getattr(module, step_name))}), but only a pipeline's first stage reads "
                 "data. Take the batch (batch, batch_idx) instead"
             )
 

@@ -70,7 +70,9 @@ class MixedModule(MlpModule):
     """Takes a mapping of two loaders' batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.mse_loss(self(batch["a"][0]), batch["a"][1]) + F.mse_loss(self(batch["b"][0]), batch["b"][1])
+        (x, y), (other_x, other_y) = batch["a"], batch["b"]
+        prediction, other = self(torch.cat([x, other_x])).split([len(x), len(other_x)])
+        loss = F.mse_loss(prediction, y) + F.mse_loss(other, other_y)
         self.log("train_loss", loss)
         return loss
 
