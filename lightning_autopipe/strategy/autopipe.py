@@ -157,6 +157,7 @@ class AutoPipeStrategy(ModuleStrategy):
             self.communicator,
             replicas_end_together=not is_predicting,
             remember_first=self._session is None or not self._session.is_ready,
+            before_iteration=self.resume_random_state,
         )
         self._loaders.append(loader)
         return loader

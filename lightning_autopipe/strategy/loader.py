@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
@@ -19,7 +19,7 @@ from lightning_autopipe.strategy.communicator import Communicator
 
 _LOADING_STAGE = 0
 _OWN_ATTRIBUTES = frozenset(
-    {"loader", "_communicator", "_replicas_end_together", "_remember_first", "_length", "_running"}
+    {"loader", "_communicator", "_replicas_end_together", "_remember_first", "_before_iteration", "_length", "_running"}
 )
 _COMBINED_LOADER_MODULES = (
     "lightning.pytorch.utilities.combined_loader",
@@ -45,17 +45,25 @@ class PipelineLoader:
         communicator: This rank's groups; constructing a `PipelineLoader` is a collective call.
         replicas_end_together: Whether all replicas end as soon as one of them has no more batches.
         remember_first: Keep the first batch of an iteration, so that `peek` can still give it; until `forget_first`.
+        before_iteration: Called before Lightning begins to iterate it.
     """
 
     loader: Any
 
     def __init__(
-        self, loader: Any, communicator: Communicator, *, replicas_end_together: bool, remember_first: bool = False
+        self,
+        loader: Any,
+        communicator: Communicator,
+        *,
+        replicas_end_together: bool,
+        remember_first: bool = False,
+        before_iteration: Callable[[], None] | None = None,
     ) -> None:
         self.loader = loader
         self._communicator = communicator
         self._replicas_end_together = replicas_end_together
         self._remember_first = remember_first
+        self._before_iteration = before_iteration
         self._length = -1
         self._running: _InStepIterator | None = None
         self._agree_on_length()
@@ -69,6 +77,8 @@ class PipelineLoader:
         if not _called_by_lightnings_loops():
             return iter(self.loader)
         self._agree_on_length()
+        if self._before_iteration is not None:
+            self._before_iteration()
         self._running = _InStepIterator(self)
         return self._running
 

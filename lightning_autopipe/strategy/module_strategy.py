@@ -25,6 +25,12 @@ from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.placement import fill_placeholders, is_whole
 from lightning_autopipe.strategy.predictions import unsilence_writers
 from lightning_autopipe.strategy.process_strategy import ProcessStrategy
+from lightning_autopipe.strategy.random_state import (
+    RANDOM_STATE,
+    default_sampler_seed,
+    gather_random_state,
+    resume_generators,
+)
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
 from lightning_autopipe.strategy.session import TRAINING_STEP, PipelineSession
 from lightning_autopipe.strategy.termination import SharedTermination
@@ -41,6 +47,8 @@ class ModuleStrategy(ProcessStrategy):
         self._clipping: PipelineClipping | None = None
         self._loaders: list[PipelineLoader] = []
         self._is_accumulating = False
+        self._resumed_random_state: Mapping[str, Any] | None = None
+        """Of the checkpoint, until the training data are first read."""
 
     # Beginning and end of a run -----------------------------------------------
 
@@ -159,6 +167,7 @@ class ModuleStrategy(ProcessStrategy):
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             unsilence_writers(self.callbacks)
         self._loaders.clear()
+        self._resumed_random_state = None
         self._is_accumulating = False
         super().teardown()
 
@@ -197,6 +206,21 @@ class ModuleStrategy(ProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for whole, state in zip(self.session.optimizers, checkpoint["optimizer_states"], strict=True):
             whole.load_state_dict(state)
+        random_state = checkpoint.get(RANDOM_STATE)
+        if random_state is not None:
+            self.session.pipeline.seed = random_state["seed"]
+            self._sampler_seed = random_state["sampler_seed"]
+            self._resumed_random_state = random_state
+
+    def resume_random_state(self) -> None:
+        """Lets this process draw on as the run did that the checkpoint is of.
+
+        Called right before training data are first read: what Lightning and the user do until then (looking whether a
+        loader can be iterated, say) draws as well.
+        """
+        if self._resumed_random_state is not None:
+            resume_generators(self._resumed_random_state, self.communicator)
+            self._resumed_random_state = None
 
     # Checkpoints --------------------------------------------------------------
 
@@ -209,6 +233,13 @@ class ModuleStrategy(ProcessStrategy):
         return whole_state_dict(session.module, received)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        is_whole_world_here = not self.is_interrupted or self.world_size == 1
+        if self._session is not None and "optimizer_states" in checkpoint and is_whole_world_here:
+            checkpoint[RANDOM_STATE] = gather_random_state(
+                self.communicator,
+                seed=self.session.pipeline.seed,
+                sampler_seed=default_sampler_seed() if self._sampler_seed is None else self._sampler_seed,
+            )
         if not self.is_global_zero:
             return
         if self.is_interrupted and self._session is not None and self._session.is_placed:

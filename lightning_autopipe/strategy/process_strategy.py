@@ -36,6 +36,7 @@ from lightning_autopipe.strategy.environment import (
 )
 from lightning_autopipe.strategy.launcher import ScriptLauncher, forget_another_launch, with_given_ranks
 from lightning_autopipe.strategy.options import StrategyOptions
+from lightning_autopipe.strategy.random_state import default_sampler_seed
 from lightning_autopipe.strategy.refusals import refuse_interactive_session, refuse_sync_batchnorm
 
 T = TypeVar("T")
@@ -61,6 +62,8 @@ class ProcessStrategy(ParallelStrategy):
         self._communicator: Communicator | None = None
         self._monitor: FailureMonitor | None = None
         self._random_state_at_start: dict[str, Any] | None = None
+        self._sampler_seed: int | None = None
+        """Of the run that a checkpoint resumes."""
         self._ends_together = False
         """Whether all ranks have agreed to raise in this place: checkpoints can still be written."""
 
@@ -121,7 +124,10 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.layout.num_replicas, "rank": self.layout.replica_index(self.global_rank)}
+        kwargs = {"num_replicas": self.layout.num_replicas, "rank": self.layout.replica_index(self.global_rank)}
+        if self._sampler_seed not in (None, default_sampler_seed()):
+            kwargs["seed"] = self._sampler_seed
+        return kwargs
 
     @property
     def is_in_step(self) -> bool:

@@ -196,10 +196,20 @@ def save(path: Path, trainer: Any, module: Any) -> None:
     trainer.save_checkpoint(path)
 
 
-@pytest.mark.parametrize("module_class", [MlpModule, LanguageModule])
+class GroupsModule(MlpModule):
+    """Two groups, the later layers in the first one, and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.head.parameters(), "lr": 0.03}, {"params": self.blocks.parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=self.lr)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+@pytest.mark.parametrize("module_class", [GroupsModule, LanguageModule])
 def test_checkpoints_resume_under_other_numbers_of_stages(tmp_path: Path, module_class: Any) -> None:
     """Row 34."""
-    data = SGD_DATA if module_class is MlpModule else partial(InOrder, token_data(24), batch_size=8)
+    data = SGD_DATA if module_class is GroupsModule else partial(InOrder, token_data(24), batch_size=8)
     options: dict[str, Any] = {"optimizer": "adamw", "lr": 0.01}
     path = tmp_path / "two-stages.ckpt"
     base = {"module_class": module_class, "module_options": options, "data": data}
@@ -216,13 +226,21 @@ def test_checkpoints_resume_under_other_numbers_of_stages(tmp_path: Path, module
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, ranks[0].values[name])
     optimizer = module.configure_optimizers()
+    optimizer = optimizer[0][0] if isinstance(optimizer, tuple) else optimizer
     optimizer.load_state_dict(checkpoint["optimizer_states"][0])
     assert len(optimizer.state) == len(list(module.parameters()))
 
     resumed = Fit(**base, trainer_options={"max_epochs": 3}, ckpt_path=str(path))
     assert_same_values(whole, [fit_plain(resumed)])
     assert_same_values(whole, fit_in_processes({"fit": resumed}, num_stages=3)["fit"])
-    assert_same_values(whole, fit_in_processes({"fit": resumed}, num_stages=1, num_replicas=1)["fit"])
+    assert_same_values(whole, fit_in_processes({"fit": resumed}, num_stages=1)["fit"])
+    assert_same_values(whole, fit_in_processes({"fit": resumed}, num_stages=2, num_replicas=2)["fit"])
+
+    # And from a plain Trainer.
+    plain = tmp_path / "plain.ckpt"
+    fit_plain(Fit(**base, trainer_options={"max_epochs": 2}, after=partial(save, plain)))
+    from_plain = Fit(**base, trainer_options={"max_epochs": 3}, ckpt_path=str(plain))
+    assert_same_values(whole, fit_in_processes({"fit": from_plain}, num_stages=2)["fit"])
 
 
 def assert_same_values(expected: Report, ranks: list[Report]) -> None:
