@@ -21,6 +21,10 @@ _BORROWERS = frozenset(
 )
 
 
+# Change a flag of a tensor: of a parameter, on every stage alike.
+SETS_FLAG = frozenset({torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__})  # type: ignore[attr-defined]
+
+
 def value_arguments(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Give the arguments whose values a function may use."""
     if function in _BORROWERS:

@@ -111,12 +111,13 @@ def preserved_state(module: nn.Module) -> Iterator[PreservedState]:
 
 
 class PreservedState:
-    """The attributes of every submodule as they were (containers copied)."""
+    """The attributes of every submodule (containers copied) and the flags of parameters as they were."""
 
     def __init__(self, module: nn.Module) -> None:
         self.observer = DispatchObserver()
         self._module = module
         self._attributes = [(sub, dict(sub.__dict__)) for sub in module.modules()]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         self._generators = [(generator, generator_state(generator)) for _, generator in kept_generators(module)]
         self._containers: dict[int, tuple[Any, Any]] = {}
         for _, attributes in self._attributes:
@@ -175,6 +176,8 @@ class PreservedState:
             sub.__dict__.update(attributes)
         for value, copy in self._containers.values():
             _refill(value, copy)
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
 
 
 def _is_same(a: Any, b: Any) -> bool:

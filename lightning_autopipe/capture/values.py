@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,18 @@ class ValueTable:
         if is_absent(tensor) or id(tensor) in self.state_names:
             return True
         return bool(self._activation_storages) and _storage_key(tensor) in self._activation_storages
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Tell whether this is a parameter of the module."""
+        return id(tensor) in self.parameter_names
+
+    def set_flag(self, parameter: Tensor, change: Callable[[], Any]) -> Any:
+        """Change whether a parameter requires a gradient; its shadow follows."""
+        result = change()
+        shadow = self._shadows.get(id(parameter))
+        if shadow is not None:
+            shadow.requires_grad_(parameter.requires_grad)
+        return result
 
     def is_buffer(self, tensor: Tensor) -> bool:
         """Tell whether this is a buffer that the step writes."""

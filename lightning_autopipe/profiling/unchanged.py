@@ -28,7 +28,6 @@ def unchanged(module: nn.Module, written_parameters: Collection[str]) -> Iterato
     parameters = dict(module.named_parameters())
     tensors = [tensor for tensor in _state_tensors(module) if not is_absent(tensor)]
     tensors += [parameters[name] for name in written_parameters if not is_absent(parameters[name])]
-    flags = [(p, p.requires_grad) for p in parameters.values()]
     gradients = [(p, p.grad) for p in parameters.values()]
     hooks = [by_id for p in parameters.values() if (by_id := p._post_accumulate_grad_hooks)]
     registered = [dict(by_id) for by_id in hooks]
@@ -54,8 +53,6 @@ def unchanged(module: nn.Module, written_parameters: Collection[str]) -> Iterato
             parameter.grad = gradient
         for by_id, before in zip(hooks, registered, strict=True):
             by_id.update(before)
-        for parameter, flag in flags:
-            parameter.requires_grad_(flag)
 
 
 def _state_tensors(module: nn.Module) -> list[Tensor]:

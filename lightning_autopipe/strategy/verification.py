@@ -139,11 +139,16 @@ def _run(
     return found
 
 
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
 def _difference(name: str, reference: Tensor | None, value: Tensor | None, plan: PipelinePlan) -> float:
     what = f"the gradient of {name}" if name else "the loss"
     if reference is None and value is None:
         return 0.0
     if reference is not None and value is not None:
+        reference, value = _dense(reference), _dense(value)
         if torch.equal(reference, value) or (not name and bool(reference.isnan() & value.isnan())):
             return 0.0
         scale = float(reference.abs().max())

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.core.errors import CaptureError
 from tests.capture.models import WIDTH, Blocks, CustomFunctions, Getters, SharedParts, features, token_ids
-from tests.capture.support import traced
+from tests.capture.support import assert_same_at_every_cut, traced
 
 
 class Untidy(Blocks):
@@ -248,3 +248,26 @@ def test_a_shape_changed_in_place_is_an_error() -> None:
 
     with pytest.raises(CaptureError, match="changes the shape of a tensor in place"):
         traced(Squeezing().double(), (features(), 0))
+
+
+class Toggling(Blocks):
+    """Freezes a block in the middle of a step, in every other call."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for parameter in self.blocks[1].parameters():
+            parameter.requires_grad_(batch_idx % 2 == 0)
+        self.blocks[0].bias.requires_grad = batch_idx % 2 == 0
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+
+@pytest.mark.parametrize("batch_idx", [0, 1])
+def test_flags_of_parameters_are_set_on_every_stage(batch_idx: int) -> None:
+    module = Toggling().double()
+    found = assert_same_at_every_cut(module, (features().double(), batch_idx))
+    assert not any("requires_grad" in op.name for op in found.trace.operations)
+    for parameter in module.parameters():
+        parameter.requires_grad_(True)
+    traced(module, (features().double(), batch_idx))
+    assert all(parameter.requires_grad for parameter in module.parameters()), "a trace changes nothing"
