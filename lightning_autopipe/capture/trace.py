@@ -6,7 +6,6 @@ import functools
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -32,8 +31,10 @@ from lightning_autopipe.capture.records import (
     ValueIndex,
     function_name,
 )
+from lightning_autopipe.capture.refusals import RefusedStepError, refuse_generate, refuse_parameter_assignment
+from lightning_autopipe.capture.source_lines import line_of_caller, line_of_error, line_of_function
 from lightning_autopipe.capture.values import ValueTable
-from lightning_autopipe.core.errors import CaptureError
+from lightning_autopipe.core.errors import BatchError, CaptureError
 
 # Functions that give no tensor and write none, and still must run on one stage only.
 _SIDE_EFFECTS = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook})
@@ -49,9 +50,9 @@ _METADATA = frozenset(
     }
     | {getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim", "is_cuda", "requires_grad")}
 )
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _TORCH_CHECKPOINT = "torch/utils/checkpoint.py"
 _TORCH_MODULE = "torch/nn/modules/module.py"
-_OWN_CODE = ("lightning_autopipe/capture/", "torch/", "lightning/pytorch/", "pytorch_lightning/", "torchmetrics/")
 
 
 def trace_step(
@@ -63,15 +64,17 @@ def trace_step(
     step_name: str,
     state_buffers: frozenset[str] = frozenset(),
     device: torch.device | None = None,
+    is_cut: bool = False,
 ) -> StepTrace:
     """Record one run of `step(*args, **kwargs)` in which every activation is absent.
 
     The batch in `args` and `kwargs` is real; parameters, and all that is computed from them, have shapes only. The
     module, its buffers and all random state are left as they were. Runs under the caller's grad mode. `state_buffers`
     are buffers that another step writes: their values are on one stage only. Parameters are taken to be on `device`,
-    where they are not yet; the batch and the buffers have to be there.
+    where they are not yet; the batch and the buffers have to be there. `is_cut` tells that there are several stages.
 
     Raises:
+        BatchError: a training step returns nothing.
         CaptureError: the step reads the value of an activation before the last use of a trainable parameter, or does
             something else that shapes alone do not decide; names the module path and the source line.
     """
@@ -79,7 +82,7 @@ def trace_step(
     written_buffers = state_buffers
     opaque: frozenset[str] = frozenset()
     while True:  # what the step writes, and which calls read values, is seen in the middle; begin again with it known
-        tracer = _Tracer(module, written_buffers, opaque, step_name, device)
+        tracer = _Tracer(module, written_buffers, opaque, step_name, device, is_cut=is_cut)
         try:
             trace = tracer.run(step, args, kwargs)
         except ReadsValuesError as found:
@@ -99,11 +102,14 @@ class _Tracer(OperationMode):
         opaque: frozenset[str],
         step_name: str,
         device: torch.device | None,
+        *,
+        is_cut: bool,
     ) -> None:
         super().__init__()
         self.module = module
         self.opaque = opaque
         self.step_name = step_name
+        self.is_cut = is_cut
         self.trainable = {name for name, p in module.named_parameters() if p.requires_grad}
         self.table = ValueTable(module, written_buffers, device)
         self.operations: list[Operation] = []
@@ -121,6 +127,7 @@ class _Tracer(OperationMode):
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepTrace:
         end_reason = None
+        result = None
         used_at_end: set[int] = set()
         loss_index = None
         with preserved_state(self.module) as state, computing_shapes():
@@ -133,12 +140,16 @@ class _Tracer(OperationMode):
                 used_at_end = self.table.indices_in(result)
                 loss = result.get("loss") if isinstance(result, Mapping) and "loss_weight" not in result else result
                 loss_index = self.table.index_of(loss) if isinstance(loss, Tensor) else None
+            except RefusedStepError:
+                raise
             except Exception as error:
                 end_reason = self._explain_end(error)
                 used_at_end = self._held_by_step(error)
             root.stop = len(self.operations)
             changed = state.modules_changed()
             reassigned = self._note_reassigned_buffers()
+        if end_reason is None and result is None and self.step_name == "training_step":
+            raise _no_loss(step)
         for index in used_at_end:
             self.table.values[index].reads.append(len(self.operations))
         if not self.operations:
@@ -173,7 +184,7 @@ class _Tracer(OperationMode):
         seen = {name for op in self.operations for name in op.parameters}
         unseen = sorted(self.trainable - seen)
         path = self._failure[1] if self._failure is not None and self._failure[0] is error else ""
-        place = f"in {path or 'the LightningModule'}, at {_source_line(error)}"
+        place = f"in {path or 'the LightningModule'}, at {line_of_error(error)}"
         if unseen and isinstance(error, AbsentValueError):
             more = opaque_paths(self.module, path) - self.opaque
             if more:
@@ -209,6 +220,9 @@ class _Tracer(OperationMode):
         for path, sub in self.module.named_modules():
             if not isinstance(sub, torch.jit.ScriptModule):
                 sub.__dict__["forward"] = self._wrapped_forward(path, sub.forward)
+        if self.is_cut:
+            for attributes, generate in refuse_generate(self.module, self.step_name):
+                attributes["generate"] = generate
 
     def _wrapped_forward(self, path: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -242,6 +256,8 @@ class _Tracer(OperationMode):
         call = ModuleCall(path, call_index, position, position, None, self._call)
         if self._call is not None:
             self._call.children.append(call)
+            if self._call.is_own:
+                call.source = line_of_caller()
         self.calls.append(call)
         self._call = call
         return call
@@ -278,6 +294,9 @@ class _Tracer(OperationMode):
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         if function in SETS_FLAG and self.table.is_parameter(args[0]):
             return self.table.set_flag(args[0], lambda: run(*args, **kwargs))
+        if function == _SET_DATA and id(args[0]) in self.table.parameter_names:
+            name = self.table.parameter_names[id(args[0])]
+            raise refuse_parameter_assignment(name, self.step_name, self._module_path())
         found = list(tree.tensors((args, kwargs)))
         values = tree.tensors(value_arguments(function, args, kwargs))
         if not any(self.table.is_activation(t) for _, t in values):
@@ -485,9 +504,9 @@ def _python_random_state() -> Any:
     return random.getstate(), state[2], state[1].tobytes()
 
 
-def _source_line(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    for frame in reversed(frames):
-        if not any(part in frame.filename for part in _OWN_CODE):
-            return f"{frame.filename}:{frame.lineno}: {frame.line}"
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+def _no_loss(step: Callable[..., Any]) -> BatchError:
+    return BatchError(
+        f"training_step ({line_of_function(step)}) returned no loss (None). Under Lightning that skips a batch; a "
+        "pipeline's stages have begun with it by then. Return the loss of every batch: 0.0 * loss for one that should "
+        "not count, or leave it out of the data."
+    )
