@@ -24,6 +24,8 @@ T = TypeVar("T")
 _LOOK_INTERVAL_S = 0.1
 _FAREWELL_S = 3.0
 """How long the process that holds the store waits for the others to read why it ends."""
+_ATTEMPT_S = 5.0
+"""How long one attempt to connect may take: a host has several addresses, and may come up between two attempts."""
 _ANSWER_S = 20.0
 """How long a store that listens may take to answer."""
 
@@ -175,7 +177,7 @@ def _wait_for_listener(own: Member, address: str, port: int, timeout_s: float) -
     while True:
         try:
             left_s = max(deadline - time.monotonic(), _LOOK_INTERVAL_S)
-            with socket.create_connection((address, port), timeout=left_s):
+            with socket.create_connection((address, port), timeout=min(left_s, _ATTEMPT_S)):
                 return
         except OSError as error:
             if time.monotonic() < deadline:

@@ -120,6 +120,8 @@ def meet_in_vain(members: list[Member], timeout_s: float, environment: dict[str,
 
 def meet_at(members: list[Member], timeout_s: float, port: int, dies: int | None = None) -> str:
     os.environ["MASTER_PORT"] = str(port)
+    if os.environ["RANK"] != "0":
+        meeting._LOOK_INTERVAL_S = 0.5  # so that whoever holds the store has to wait for them
     return meet_here(members, timeout_s, dies)
 
 
@@ -136,7 +138,7 @@ def test_who_does_not_come_is_named_on_every_rank(environment: dict[str, str], f
 @pytest.mark.parametrize("environment", [AT_LAUNCHER, AT_RANK_0], ids=["store at launcher", "store at rank 0"])
 def test_two_processes_of_one_rank_end_all(environment: dict[str, str], free_port: str) -> None:
     members = [UNLIKE_NODES[0], UNLIKE_NODES[1], UNLIKE_NODES[1]]
-    for said in meet_in_vain(members, 30.0, environment, free_port):
+    for said in meet_in_vain(members, 300.0, environment, free_port):
         assert "two processes have global rank 1" in said
         assert "RANK" in said
 
@@ -144,7 +146,7 @@ def test_two_processes_of_one_rank_end_all(environment: dict[str, str], free_por
 @pytest.mark.parametrize("environment", [AT_LAUNCHER, AT_RANK_0], ids=["store at launcher", "store at rank 0"])
 def test_world_sizes_that_differ_end_who_waits(environment: dict[str, str], free_port: str) -> None:
     members = [member(0, world_size=3), member(1)]
-    for said in meet_in_vain(members, 30.0, environment, free_port):
+    for said in meet_in_vain(members, 300.0, environment, free_port):
         assert "world size is 3 for global rank 0" in said
 
 
