@@ -26,7 +26,7 @@ from lightning_autopipe.schedules import lower, one_f_one_b
 
 DEVICES_PER_SERVER = 4
 LIMITS_S = {(16, 64): 0.020, (64, 512): 1.5}
-NUM_RUNS = {(16, 64): 20, (64, 512): 3}
+NUM_RUNS = {(16, 64): 40, (64, 512): 3}
 
 
 def a_cluster(num_devices: int, sharing: str) -> LinkNetwork:

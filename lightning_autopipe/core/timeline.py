@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -40,7 +41,7 @@ class TimelineEvent:
     end_s: float
 
     def __post_init__(self) -> None:
-        if 0 <= self.start_s <= self.end_s < float("inf") and self.global_rank >= 0:
+        if 0 <= self.start_s <= self.end_s < math.inf and self.global_rank >= 0:
             return
         owner = f"TimelineEvent {self.action}"
         check_int(owner, "global_rank", self.global_rank, minimum=0, error=PlanError)

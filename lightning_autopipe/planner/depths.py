@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import combinations_with_replacement
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
-from lightning_autopipe.planner.partitioner import EFFORT, MAX_EXACT, PartitionChoice, PartitionSearch
+from lightning_autopipe.planner.partitioner import (
+    ACTIONS_LIKE_SIMULATION,
+    EFFORT,
+    MAX_EXACT,
+    PartitionChoice,
+    PartitionSearch,
+)
 from lightning_autopipe.planner.replica import Cuts, Depths
 
 _SLOPES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 0.75, 0.5, 0.0)
 """Micro-batches of warm-up for each stage that follows; below 1 for where memory is short."""
+_NUM_IMPROVED = 3
+"""Choices of depths that are improved on."""
 _SAME = 1 + 1e-12
 
 
@@ -21,9 +30,10 @@ def choose_partition_and_depths(
 ) -> PartitionChoice:
     """The partition and the warm-up depths with the shortest step; of equally short ones those that keep least.
 
-    Deeper warm-ups let uneven stages and slow links wait less, as far as memory allows it. For several slopes of the
-    depth over the stages a partition is searched; from the best of these, depths and cuts are improved in turn. At last
-    every depth is lowered as far as the step stays as short.
+    Deeper warm-ups let uneven stages and slow links wait less, as far as memory allows it. Where there are few choices
+    of depths and partitions, all are looked at. Else a partition is searched for several slopes of the depth over the
+    stages; depths and cuts of the best of these are improved in turn. At last every depth is lowered as far as the step
+    stays as short.
 
     Args:
         setting: what is given.
@@ -34,36 +44,31 @@ def choose_partition_and_depths(
         ConfigurationError: there are more stages than layers, or nothing was found that fits the memory.
     """
     objective = Objective(setting)
-    best: PartitionChoice | None = None
+    found: list[PartitionChoice] = []
     failure: ConfigurationError | None = None
-    starts = list(dict.fromkeys(_starts(objective)))
+    num_stages, num_microbatches = setting.num_stages, max(setting.num_microbatches)
+    num_choices = math.comb(num_stages + num_microbatches - 1, num_stages)
+    num_choices *= math.comb(max(0, objective.num_layers - 1), num_stages - 1)
+    is_exact = num_choices <= (max_exact // ACTIONS_LIKE_SIMULATION if objective.shares_links else max_exact)
+    starts = list(dict.fromkeys(_all_depths(num_stages, num_microbatches) if is_exact else _starts(objective)))
     for depths in starts:
         try:
-            found = PartitionSearch(objective, depths, effort=effort // (2 * len(starts))).run(max_exact=max_exact)
+            search = PartitionSearch(objective, depths, effort=effort // (2 * len(starts)))
+            found.append(search.run(max_exact=max_exact))
         except ConfigurationError as error:
             failure = failure or error
-            continue
-        if best is None or found.step_s * _SAME < best.step_s:
-            best = found
-    if best is None:
-        assert failure is not None
+    if failure is not None and not found:
         raise failure
-    cuts, depths, step_s = best.partition.cut_points, best.depths, best.step_s
-    last_action = objective.num_priced_actions + effort // 2
-    while objective.num_priced_actions < last_action:
-        deeper = _improved_depths(objective, cuts, depths, step_s)
-        if deeper is None:
-            break
-        search = PartitionSearch(objective, deeper, effort=last_action - objective.num_priced_actions)
-        search.look_around([cuts])
-        cuts, depths, step_s = search.best, deeper, search.step_s
-    depths = _trimmed(objective, cuts, depths, step_s)
-    return PartitionChoice(
-        partition=Partition(cut_points=cuts, num_layers=objective.num_layers),
-        depths=depths,
-        step_s=objective.step_s(cuts, depths),
-        is_exact=False,
-    )
+    found.sort(key=lambda choice: choice.step_s)
+    if is_exact:
+        return _trimmed(objective, found[0], is_exact=True)
+    improved = [_improved(objective, choice, effort // (2 * _NUM_IMPROVED)) for choice in found[:_NUM_IMPROVED]]
+    return _trimmed(objective, min(improved, key=lambda choice: choice.step_s), is_exact=False)
+
+
+def _all_depths(num_stages: int, num_microbatches: int) -> Iterator[Depths]:
+    """All depths that never rise and make a difference."""
+    return combinations_with_replacement(range(num_microbatches - 1, -1, -1), num_stages)
 
 
 def _starts(objective: Objective) -> Iterator[Depths]:
@@ -86,24 +91,49 @@ def _depths_for_links(objective: Objective) -> Depths:
     return tuple(reversed(depths))
 
 
-def _improved_depths(objective: Objective, cuts: Cuts, depths: Depths, step_s: float) -> Depths | None:
+def _improved(objective: Objective, choice: PartitionChoice, effort: int) -> PartitionChoice:
+    """Makes the warm-up of the first stages deeper, and moves cuts for that, in turn, as long as it helps."""
+    cuts, depths, step_s = choice.partition.cut_points, choice.depths, choice.step_s
+    last_action = objective.num_priced_actions + effort
+    while objective.num_priced_actions < last_action:
+        deeper = _deeper(objective, cuts, depths, step_s)
+        if deeper is None:
+            break
+        search = PartitionSearch(objective, deeper, effort=last_action - objective.num_priced_actions)
+        search.look_around([cuts])
+        moved = search.choice(is_exact=False)
+        cuts, depths, step_s = moved.partition.cut_points, deeper, moved.step_s
+    return _choice(objective, cuts, depths, is_exact=False)
+
+
+def _deeper(objective: Objective, cuts: Cuts, depths: Depths, step_s: float) -> Depths | None:
     """Depths that shorten the step with the same cuts: those of the first stages, as many as help, one deeper."""
     most = max(objective.setting.num_microbatches) - 1
     for num_deeper in range(len(depths), 0, -1):
         deeper = (*(min(most, depth + 1) for depth in depths[:num_deeper]), *depths[num_deeper:])
         if deeper != depths and not objective.overflow_bytes(cuts, deeper):
-            if objective.bound_s(cuts, deeper) < step_s and objective.step_s(cuts, deeper) * _SAME < step_s:
+            if objective.bound_s(cuts, deeper) < step_s and objective.predicted_s(cuts, deeper) * _SAME < step_s:
                 return deeper
     return None
 
 
-def _trimmed(objective: Objective, cuts: Cuts, depths: Depths, step_s: float) -> Depths:
+def _trimmed(objective: Objective, choice: PartitionChoice, *, is_exact: bool) -> PartitionChoice:
     """The shallowest depths, from the last stage to the first, with which the step is as short."""
+    cuts, depths = choice.partition.cut_points, choice.depths
     for stage_index in range(len(depths) - 1, -1, -1):
         least = depths[stage_index + 1] if stage_index + 1 < len(depths) else 0
         while depths[stage_index] > least:
             shallower = (*depths[:stage_index], depths[stage_index] - 1, *depths[stage_index + 1 :])
-            if objective.step_s(cuts, shallower) > step_s * _SAME:
+            if objective.predicted_s(cuts, shallower) > choice.step_s * _SAME:
                 break
             depths = shallower
-    return depths
+    return _choice(objective, cuts, depths, is_exact=is_exact)
+
+
+def _choice(objective: Objective, cuts: Cuts, depths: Depths, *, is_exact: bool) -> PartitionChoice:
+    return PartitionChoice(
+        partition=Partition(cut_points=cuts, num_layers=objective.num_layers),
+        depths=depths,
+        step_s=objective.predicted_s(cuts, depths),
+        is_exact=is_exact,
+    )

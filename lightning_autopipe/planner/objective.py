@@ -16,11 +16,14 @@ from lightning_autopipe.planner.links import LinkNetwork, Route
 from lightning_autopipe.planner.memory import StageMemory, stage_memory
 from lightning_autopipe.planner.reduction import Reduction, step_end_reductions
 from lightning_autopipe.planner.replica import Cuts, Depths, ReplicaPrices
+from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
 from lightning_autopipe.schedules.one_f_one_b import one_f_one_b
 
 _ACTIONS_OF_BOUND = 8
 """A bound takes about as long for each stage as so many actions of the recurrence."""
+_ACTIONS_OF_SIMULATED = 20
+"""And an action of the simulator as long as so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,8 @@ class Objective:
         self.num_priced_actions = 0
         """Actions that were gone through, and as many for bounds as take as long: what a search has cost so far."""
         self._ranks = setting.ranks
+        self.shares_links = self._find_shared_links()
+        """Whether messages between unlike pairs of ranks meet on a link, so that `step_s` may be too short."""
         self._replicas = self._price_replicas()
         self._unlike = tuple(dict.fromkeys(self._replicas))
         layers = setting.cost.profile.layers
@@ -106,6 +111,18 @@ class Objective:
             replicas.append(found[kind])
         return replicas
 
+    def _find_shared_links(self) -> bool:
+        if self.setting.network is None:
+            return False
+        pairs = [pair for ranks in self._ranks for a, b in pairwise(ranks) for pair in ((a, b), (b, a))]
+        if len(self._ranks) > 1:
+            rings = [
+                Reduction(is_tie=False, members=members, num_bytes=1) for members in zip(*self._ranks, strict=True)
+            ]
+            pairs += [hop for ring in rings for hop in ring.hops]
+        used = [channel for pair in dict.fromkeys(pairs) for channel in self.setting.route(*pair).channels]
+        return len(set(used)) < len(used)
+
     # Time ------------------------------------------------------------------
 
     def step_s(self, cuts: Cuts, depths: Depths) -> float:
@@ -129,20 +146,12 @@ class Objective:
             for rank, seconds in zip(ranks, replica.optimizer_s(cuts), strict=True)
         )
 
-    @property
-    def shares_links(self) -> bool:
-        """Whether two messages of unlike senders or receivers meet on a link, so that `step_s` may be too short."""
-        if self.setting.network is None:
-            return False
-        pairs = [pair for ranks in self._ranks for a, b in pairwise(ranks) for pair in ((a, b), (b, a))]
-        stages = range(self.setting.num_stages)
-        if len(self._ranks) > 1:
-            rings = [
-                Reduction(is_tie=False, members=tuple(of[stage] for of in self._ranks), num_bytes=1) for stage in stages
-            ]
-            pairs += [hop for ring in rings for hop in ring.hops]
-        used = [channel for pair in dict.fromkeys(pairs) for channel in self.setting.route(*pair).channels]
-        return len(set(used)) < len(used)
+    def predicted_s(self, cuts: Cuts, depths: Depths) -> float:
+        """Like `step_s`, but by the simulator where transfers share links: then longer, and slower to know."""
+        if not self.shares_links:
+            return self.step_s(cuts, depths)
+        self.num_priced_actions += _ACTIONS_OF_SIMULATED * 2 * len(depths) * sum(self.setting.num_microbatches)
+        return simulate(self.step_work(cuts, depths)).step_s
 
     def bound_s(self, cuts: Cuts, depths: Depths) -> float:
         """What a step takes at least; quicker to know than `step_s`, and never above it."""

@@ -13,7 +13,6 @@ from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.planner.min_max import check_enough_layers, min_max_partition
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.replica import Cuts, Depths
-from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.starts import MinMaxTable
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
@@ -21,7 +20,7 @@ MAX_EXACT = 20_000
 """Partitions that are all looked at, where there are not more."""
 EFFORT = 2_000_000
 """Actions that a search may simulate."""
-_ACTIONS_LIKE_SIMULATION = 20
+ACTIONS_LIKE_SIMULATION = 20
 """An action of the simulator takes as long as so many of the recurrence."""
 _NUM_FINALISTS = 16
 """Partitions that are simulated with shared links, of which the recurrence knows nothing."""
@@ -41,7 +40,7 @@ class PartitionChoice:
     step_s: float
     """Seconds of a step."""
     is_exact: bool
-    """Whether no other partition is better with these depths."""
+    """Whether no other choice is better: of partitions with these depths, or of both where both were searched."""
 
 
 def choose_partition(
@@ -90,14 +89,15 @@ class PartitionSearch:
         self._steps: dict[Cuts, float] = {}  # of those that were simulated; the others are as bad as their bound
         self._last_action = objective.num_priced_actions + effort
         check_enough_layers(self.num_stages, self.num_layers)
-        self._shares_links = objective.shares_links
         self._adds = objective.bound_weights(depths)
         self._by_bound = MinMaxTable(*self._adds)
 
     def run(self, *, max_exact: int = MAX_EXACT) -> PartitionChoice:
         """The best partition that is found; see `choose_partition`."""
         num_partitions = math.comb(self.num_layers - 1, self.num_stages - 1)
-        is_exact = num_partitions <= (max_exact // _ACTIONS_LIKE_SIMULATION if self._shares_links else max_exact)
+        is_exact = num_partitions <= (
+            max_exact // ACTIONS_LIKE_SIMULATION if self.objective.shares_links else max_exact
+        )
         if is_exact:
             self.look_at_all()
         else:
@@ -115,7 +115,7 @@ class PartitionSearch:
         """
         if self.overflow_bytes:
             raise ConfigurationError(self._why_nothing_fits())
-        if self._shares_links:
+        if self.objective.shares_links:
             self._simulate_finalists(len(self._steps) if is_exact else _NUM_FINALISTS)
         return PartitionChoice(
             partition=Partition(cut_points=self.best, num_layers=self.num_layers),
@@ -134,7 +134,7 @@ class PartitionSearch:
             if self.objective.overflow_bytes(cuts, self.depths):
                 continue
             num_finalists -= 1
-            step_s = simulate(self.objective.step_work(cuts, self.depths)).step_s
+            step_s = self.objective.predicted_s(cuts, self.depths)
             if step_s < self.step_s:
                 self.best, self.step_s = cuts, step_s
 
@@ -178,7 +178,7 @@ class PartitionSearch:
             for cuts in combinations(range(1, self.num_layers), self.num_stages - 1)
         )
         for bound_s, cuts in bounds:
-            if not self.overflow_bytes and bound_s > self.step_s * _SAME and not self._shares_links:
+            if not self.overflow_bytes and bound_s > self.step_s * _SAME and not self.objective.shares_links:
                 break
             self.consider(cuts)
 

@@ -86,8 +86,12 @@ class Transfers:
         return message
 
     def _begin_where_first(self, now: float, route: int) -> None:
-        if not self._sending >> route & 1 and all(turn[0] == route for turn in self._turns[route]):
-            self._begin(now, route)
+        if self._sending >> route & 1:
+            return
+        for turn in self._turns[route]:
+            if turn[0] != route:
+                return
+        self._begin(now, route)
 
     def _begin(self, now: float, route: int) -> None:
         num_bytes = self._waiting[route][0][0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -209,6 +209,28 @@ def test_depths_hide_slow_links() -> None:
     assert sum(found.depths) <= sum((5, 4, 1, 0))
 
 
+def test_depths_hide_slow_links_of_few_microbatches() -> None:
+    """Four micro-batches over a slow cut: there are few choices of depths, and none is better."""
+    links = [Link(a="A", b="B", bandwidth_bytes_per_s=1.0)]
+    devices = tuple(a_device(rank, server) for rank, server in enumerate("AABB"))
+    values = tuple(
+        CrossingValue(producer=index, last_reader=index + 1, forward_bytes=20, gradient_bytes=20) for index in range(11)
+    )
+    profile = a_profile([2] * 12, [4] * 12, values=values)
+    setting = a_setting(profile, 4, 4, devices=(devices,), network=servers("AABB", *links))
+    found = choose_partition_and_depths(setting)
+    every = [
+        choose_partition(setting, depths=depths).step_s
+        for depths in product(range(4), repeat=4)
+        if list(depths) == sorted(depths, reverse=True)
+    ]
+    assert found.is_exact
+    assert found.step_s == min(every)
+    searched = choose_partition_and_depths(setting, max_exact=100)
+    assert not searched.is_exact
+    assert searched.step_s <= 1.02 * found.step_s
+
+
 def test_shared_links_are_simulated() -> None:
     """A,B,A,B: three boundaries on one link. What is promised is what the simulator says of shared links."""
     links = [Link(a="A", b="B", bandwidth_bytes_per_s=1.0)]
@@ -224,6 +246,28 @@ def test_shared_links_are_simulated() -> None:
     assert found.is_exact
     assert found.step_s == simulated_s(setting, found.partition.cut_points) == brute_force([setting])
     assert found.step_s > objective.step_s(found.partition.cut_points, found.depths)
+    deeper = choose_partition_and_depths(setting)
+    assert deeper.step_s == simulated_s(setting, deeper.partition.cut_points, deeper.depths) < found.step_s
+
+
+def test_memory_is_a_limit_on_shared_links_too() -> None:
+    measured = LayerMeasurement(
+        forward_s=1.0, backward_s=2.0, activation_bytes=10, peak_bytes=10, sent_bytes=5, gradient_bytes=5
+    )
+    layers = tuple(LayerProfile(name=str(index), forward_flops=1.0, measured=measured) for index in range(8))
+    links = [Link(a="A", b="B", bandwidth_bytes_per_s=3.0)]
+    for limits in ((300, 75, 300, 300), (75, 300, 300, 300), (400, 400, 400, 60)):
+        devices = tuple(a_device(rank, "ABAB"[rank], memory_bytes=limits[rank]) for rank in range(4))
+        network = servers("ABAB", *links)
+        setting = a_setting(ModelProfile(layers=layers), 4, 8, devices=(devices,), network=network)
+        best = brute_force([setting])
+        if best is None:
+            with pytest.raises(ConfigurationError, match="no partition was found that fits"):
+                choose_partition(setting)
+        else:
+            found = choose_partition(setting)
+            assert not Objective(setting).overflow_bytes(found.partition.cut_points, found.depths)
+            assert found.step_s == best
 
 
 def test_unlike_devices_get_unlike_work() -> None:
