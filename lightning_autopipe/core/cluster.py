@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from lightning_autopipe.core._checks import check_int, check_number, check_text, check_tuple
@@ -9,6 +10,18 @@ from lightning_autopipe.core.errors import ConfigurationError
 
 DUPLEX_MODES = ("full", "half")
 SHARING_MODES = ("fair", "fifo")
+_RANK_POINT = re.compile(r"rank (0|[1-9]\d*)")
+
+
+def rank_point(global_rank: int) -> str:
+    """Name of the point at which a rank's device stands where links name it."""
+    return f"rank {global_rank}"
+
+
+def rank_of_point(point: str) -> int | None:
+    """The global rank whose device stands at a point; None for all other points."""
+    match = _RANK_POINT.fullmatch(point)
+    return None if match is None else int(match[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +41,8 @@ class Device:
         check_int("Device", "global_rank", self.global_rank, minimum=0, error=ConfigurationError)
         owner = f"Device {self.global_rank}"
         check_text(owner, "server", self.server, error=ConfigurationError)
+        if rank_of_point(self.server) is not None:
+            raise ConfigurationError(f"{owner}: server must not be {self.server!r}, which names a device's own point")
         check_text(owner, "model", self.model, error=ConfigurationError)
         check_int(owner, "memory_bytes", self.memory_bytes, minimum=1, error=ConfigurationError)
         check_number(owner, "relative_speed", self.relative_speed, error=ConfigurationError, exclusive=True)
@@ -35,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One link between two points of the cluster: ranks' devices, switches, sockets or servers, by name."""
+    """One link between two points of the cluster: ranks' devices (``"rank 3"``), switches, sockets, servers, by name."""
 
     a: str
     b: str
@@ -45,6 +60,8 @@ class Link:
     duplex: str = "full"
     sharing: str = "fair"
     """How concurrent transfers share the link: ``fair`` (equal shares) or ``fifo`` (one after the other)."""
+    kind: str = ""
+    """What it is made of, such as ``NVLink``, for reports; nothing is decided by it."""
 
     def __post_init__(self) -> None:
         check_text("Link", "a", self.a, error=ConfigurationError)
@@ -59,6 +76,8 @@ class Link:
         for name, allowed in (("duplex", DUPLEX_MODES), ("sharing", SHARING_MODES)):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{owner}: {name} must be one of {allowed}, got {getattr(self, name)!r}")
+        if not isinstance(self.kind, str):
+            raise ConfigurationError(f"{owner}: kind must be a string, got {self.kind!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +99,25 @@ class ClusterTopology:
                     f"ClusterTopology: devices[{position}] has global_rank {device.global_rank}; devices are listed by "
                     f"global rank, 0 to {len(self.devices) - 1}, each once"
                 )
+        for index, link in enumerate(self.links):
+            for point in (link.a, link.b):
+                global_rank = rank_of_point(point)
+                if global_rank is not None and global_rank >= len(self.devices):
+                    raise ConfigurationError(
+                        f"ClusterTopology: links[{index}] leads to {point!r}, but there are {len(self.devices)} devices: "
+                        f"ranks 0 to {len(self.devices) - 1}"
+                    )
 
     @property
     def world_size(self) -> int:
         """Number of devices."""
         return len(self.devices)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the servers, in the order of their first global ranks."""
+        return tuple(dict.fromkeys(device.server for device in self.devices))
+
+    def server_ranks(self, server: str) -> tuple[int, ...]:
+        """Global ranks of a server's devices, ascending; empty where the server is not known."""
+        return tuple(device.global_rank for device in self.devices if device.server == server)

@@ -41,6 +41,8 @@ def a_link(**changes: Any) -> Link:
         (lambda: a_device(memory_bytes=0), "Device 0: memory_bytes must be an integer >= 1"),
         (lambda: a_device(relative_speed=0), "relative_speed must be a finite number > 0"),
         (lambda: a_device(server=""), "server must be a non-empty string"),
+        (lambda: a_device(server="rank 3"), "server must not be 'rank 3', which names a device's own point"),
+        (lambda: a_link(kind=3), "kind must be a string, got 3"),
         (lambda: a_link(b="a"), "joins two different points"),
         (lambda: a_link(bandwidth_bytes_per_s=0), "bandwidth_bytes_per_s must be a finite number > 0"),
         (lambda: a_link(bandwidth_bytes_per_s=float("inf")), "must be a finite number"),
@@ -49,6 +51,10 @@ def a_link(**changes: Any) -> Link:
         (lambda: a_link(sharing="none"), "sharing"),
         (lambda: ClusterTopology(devices=()), "at least one device"),
         (lambda: ClusterTopology(devices=(a_device(global_rank=1),)), r"devices\[0\] has global_rank 1"),
+        (
+            lambda: ClusterTopology(devices=(a_device(),), links=(a_link(), a_link(b="rank 1"))),
+            r"links\[1\] leads to 'rank 1', but there are 1 devices",
+        ),
     ],
 )
 def test_cluster_types_refuse_wrong_values(make: Callable[[], object], message: str) -> None:
@@ -59,6 +65,13 @@ def test_cluster_types_refuse_wrong_values(make: Callable[[], object], message: 
 def test_a_cluster_counts_its_devices() -> None:
     devices = (a_device(), a_device(global_rank=1))
     assert ClusterTopology(devices=devices, links=(a_link(),)).world_size == 2
+
+
+def test_a_cluster_knows_its_servers() -> None:
+    devices = tuple(a_device(global_rank=rank, server=server) for rank, server in enumerate("bab"))
+    cluster = ClusterTopology(devices=devices)
+    assert cluster.servers == ("b", "a")
+    assert [cluster.server_ranks(server) for server in "bac"] == [(0, 2), (1,), ()]
 
 
 def test_timelines_refuse_wrong_values() -> None:
