@@ -165,7 +165,8 @@ def find_layers(
 
     split(0, min(table.last_useful + 1, len(operations) if before is None else before), math.inf)
     joined = sorted({*_join_negligible(trace, sorted(bounds)), *also_at})
-    return tuple(_layer(trace, table, a, b) for a, b in itertools.pairwise(joined))
+    bounds_of_layers = itertools.pairwise(joined)
+    return tuple(_layer(trace, table, index, a, b) for index, (a, b) in enumerate(bounds_of_layers))
 
 
 def positions_after(trace: StepTrace, table: CutTable, module_paths: Sequence[str]) -> list[int]:
@@ -229,10 +230,28 @@ def _join_negligible(trace: StepTrace, bounds: list[int]) -> list[int]:
     return kept
 
 
-def _layer(trace: StepTrace, table: CutTable, start: int, stop: int) -> Layer:
+def layers_from_keys(trace: StepTrace, table: CutTable, keys: Sequence[CutKey]) -> tuple[Layer, ...]:
+    """Split a trace where layers of these names begin, as far as it has such places, in this order.
+
+    What is drawn in a layer must not depend on the trace: each shape and path has the layers of the planned one.
+    """
+    starts = [(0, 0)]  # position, index of the layer
+    for index, key in enumerate(keys[1:], 1):
+        position = trace.position_of(key)
+        if position is not None and position > starts[-1][0]:
+            starts.append((position, index))
+    stops = [position for position, _ in starts[1:]] + [len(trace.operations)]
+    return tuple(
+        _layer(trace, table, index, start, stop, keys[index])
+        for (start, index), stop in zip(starts, stops, strict=True)
+    )
+
+
+def _layer(trace: StepTrace, table: CutTable, index: int, start: int, stop: int, key: CutKey | None = None) -> Layer:
     operations = trace.operations[start:stop]
     return Layer(
-        key=trace.key_of(start, stop),
+        index=index,
+        key=key or trace.key_of(start, stop),
         start=start,
         stop=stop,
         parameters=tuple(dict.fromkeys(name for op in operations for name in op.parameters)),

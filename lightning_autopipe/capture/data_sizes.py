@@ -30,28 +30,27 @@ class DataSizes:
     """Follows real tensors from what sized them by values (`nonzero`, `x[mask]`) to what is made of them."""
 
     def __init__(self) -> None:
-        self._sized: dict[
-            int, Tensor
-        ] = {}  # by storage, so that views count; alive, so that no other storage has the key
+        # By storage, so that views count; kept alive, so that no other storage gets the key.
+        self._sized: dict[int, Tensor] = {}
 
     def is_sized_by_data(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
         """Tell whether what an ATen operation gives is sized by values, and remember it where it is real."""
         if func._overloadpacket in _AS_LARGE_AS_SELF:
-            is_sized = self._is_known(args[0])
+            is_sized = self.is_known(args[0])
         else:
             is_sized = _counts_values(func, args) or (
-                bool(self._sized) and any(self._is_known(tensor) for _, tensor in tree.tensors((args, kwargs)))
+                bool(self._sized) and any(self.is_known(tensor) for _, tensor in tree.tensors((args, kwargs)))
             )
         if is_sized:
             given = {id(tensor) for _, tensor in tree.tensors((args, kwargs))}
             for _, tensor in tree.tensors(result):
-                if (
-                    not is_absent(tensor) and tensor.dim() > 0 and id(tensor) not in given
-                ):  # written in place: no new size
+                is_new = id(tensor) not in given  # else it was written in place, which changes no size
+                if is_new and not is_absent(tensor) and tensor.dim() > 0:
                     self._sized[_storage(tensor)] = tensor
         return is_sized
 
-    def _is_known(self, tensor: Tensor) -> bool:
+    def is_known(self, tensor: Tensor) -> bool:
+        """Tell whether a real tensor was sized by values."""
         return not is_absent(tensor) and tensor.dim() > 0 and _storage(tensor) in self._sized
 
 

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,47 @@ def seed_generator(generator: Any, seed: int) -> None:
         generator.seed(seed)
     else:
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
+
+
+class PlacedDraws:
+    """Draws of one micro-batch that belong to no layer, on all stages alike: keyed by their place in the step.
+
+    Args:
+        key: The micro-batch's.
+        device: Where tensors are drawn.
+        functions: Those that draw without an activation among their arguments.
+    """
+
+    def __init__(self, key: DrawKey, device: torch.device, functions: Collection[Any]) -> None:
+        self._key = key
+        self.device = device
+        self._functions = functions
+        self._last = (-1, 0)
+
+    def begin(self, generators: Iterable[tuple[str, Any]]) -> None:
+        """Set Python's and NumPy's generators and those that the module keeps, at the step's beginning."""
+        seed_python(self._key.derive("python"))
+        for place, generator in generators:
+            seed_generator(generator, self._key.derive("generator", place))
+
+    def run(
+        self, position: int, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
+    ) -> Any:
+        """Run a function that takes no activation, at this position of the step."""
+        if function not in self._functions:
+            return run(*args, **kwargs)
+        seed = self.seed(position)
+        if kwargs.get("generator") is not None:
+            seed_generator(kwargs["generator"], seed)
+        with seeded(seed, self.device):
+            return run(*args, **kwargs)
+
+    def seed(self, position: int) -> int:
+        """Give a seed for a draw at this place: the position, and the how manieth draw there."""
+        place, count = self._last
+        count = count + 1 if place == position else 0
+        self._last = (position, count)
+        return self._key.derive("draw", position, count)
 
 
 @contextlib.contextmanager

@@ -68,6 +68,11 @@ class DispatchObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops += _flops(func, args, kwargs, result)
         return result
 
+    def is_sized_by_data(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a batch's real numbers, which operations on shapes get as a twin, are as many as values said."""
+        with torch._C.DisableTorchFunction():
+            return tensor.is_floating_point() and self._data_sizes.is_known(tensor)
+
     def undo(self) -> None:
         """Put back the content of every real tensor that was written."""
         for tensor, saved in reversed(list(self._saved.values())):

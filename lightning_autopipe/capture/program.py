@@ -77,8 +77,8 @@ class StageProgram:
         self.sent_values = () if self.is_last else table.crossing[self.stop]
         self.cloned = frozenset(v for v in self.received_values if table.written_after(v, start))
         self.layer_of_start = {
-            layer.start: index
-            for index, layer in enumerate(trace.layers)
+            layer.start: layer.index
+            for layer in trace.layers
             if layer.has_random and layer.stop > start and layer.start < self.stop
         }
         self.state_ids = frozenset(trace.state_names)

@@ -143,8 +143,9 @@ class CutKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """The operations `[start, stop)` between two neighbouring good cuts."""
+    """The operations `[start, stop)` between two neighbouring good cuts; the `index`-th layer of the planned trace."""
 
+    index: int
     key: CutKey
     start: int
     stop: int

@@ -14,11 +14,10 @@ from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import AbsentTensor
 from lightning_autopipe.capture.draws import (
     DrawKey,
+    PlacedDraws,
     layer_seed,
     seed_generator,
-    seed_python,
     seed_torch,
-    seeded,
 )
 from lightning_autopipe.capture.interception import SETS_FLAG, OperationMode, value_arguments
 from lightning_autopipe.capture.losses import KEEPS_COUNT, MEAN_LOSSES, num_terms
@@ -77,7 +76,7 @@ class Replay(OperationMode):
             buffers = program.module.get_submodule(path)._buffers
             self.reassigned.append((buffers, attribute, buffers[attribute]))
             self.state_ids |= {id(buffers[attribute])}
-        self.draws_here = (-1, 0)
+        self.draws = PlacedDraws(key, program.device, program.trace.draw_functions)
         self.received: dict[int, Tensor] = {}
         for index, tensor in zip(program.received_values, received, strict=bool(received)):
             if index in program.cloned:  # a leaf cannot be written in place
@@ -98,9 +97,7 @@ class Replay(OperationMode):
                 replaced.append((attributes, before))
                 attributes["forward"] = forward
             program.active = self
-            seed_python(self.key.derive("python"))
-            for place, generator in program.generators:
-                seed_generator(generator, self.key.derive("generator", place))
+            self.draws.begin(program.generators)
             seed_torch(self.key.derive("start", self.start), program.device)
             with self:
                 self._arrive()
@@ -180,9 +177,10 @@ class Replay(OperationMode):
             return self._compute(function, args, kwargs, run)
         op = self.operations[position]
         if op.function is not function and op.function != function:
-            if position >= self.start and self.program.is_last:
-                return self._compute(function, args, kwargs, run)  # nothing is cut behind this place
-            raise self._mismatch(f"operation {position} was {op.name}, now it is {function}")
+            mismatch = self._mismatch(f"operation {position} was {op.name}, now it is {function}")
+            if position < self.start or not self.program.is_last or (mismatch.can_retry and self._draws_behind()):
+                raise mismatch
+            return self._compute(function, args, kwargs, run)  # nothing is cut or drawn behind this place
         self.position = position + 1
         if position < self.start:
             result = self._skip(op, args, kwargs)
@@ -228,7 +226,7 @@ class Replay(OperationMode):
 
     def _compute(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         if kwargs.get("generator") is not None:
-            seed_generator(kwargs["generator"], self._place_seed())
+            seed_generator(kwargs["generator"], self.draws.seed(self.position))
         was_paused, self.is_paused = self.is_paused, True
         try:
             result = run(*args, **kwargs)
@@ -301,20 +299,7 @@ class Replay(OperationMode):
                     self.held[index] = tree.get(result, path)
 
     def _outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
-        if function not in self.trace.draw_functions:
-            return run(*args, **kwargs)
-        seed = self._place_seed()
-        if kwargs.get("generator") is not None:
-            seed_generator(kwargs["generator"], seed)
-        with seeded(seed, self.program.device):
-            return run(*args, **kwargs)
-
-    def _place_seed(self) -> int:
-        """Give a seed for a draw at this place of the step: the position, and the how manieth draw there."""
-        place, count = self.draws_here
-        count = count + 1 if place == self.position else 0
-        self.draws_here = (self.position, count)
-        return self.key.derive("draw", self.position, count)
+        return self.draws.run(self.position, function, args, kwargs, run)
 
     def _arrive(self) -> None:
         """Act on having reached a position: key the draws of a layer that begins here, leave at the stage's end."""
@@ -330,6 +315,10 @@ class Replay(OperationMode):
         if layer_index != self.keyed_layer:  # a module's call begins where the operation before it ended
             self.keyed_layer = layer_index
             seed_torch(layer_seed(self.microbatch_seed, layer_index), self.program.device)
+
+    def _draws_behind(self) -> bool:
+        """Tell whether random numbers are drawn from here on; they are keyed by layers of the path that is taken."""
+        return any(op.is_random for op in self.operations[self.position :])
 
     def _mismatch(self, what: str) -> TraceMismatchError:
         index = min(self.position, self.num_operations - 1)

@@ -19,6 +19,7 @@ from lightning_autopipe.capture.absent import (
     computing_shapes,
     is_absent,
 )
+from lightning_autopipe.capture.draws import DrawKey, PlacedDraws, kept_generators, seed_torch
 from lightning_autopipe.capture.interception import SETS_FLAG, OperationMode, value_arguments
 from lightning_autopipe.capture.losses import MEAN_LOSSES, ignores_targets
 from lightning_autopipe.capture.opaque import ReadsValuesError, opaque_paths, shapes_of_result
@@ -51,6 +52,7 @@ _METADATA = frozenset(
     | {getattr(Tensor, name).__get__ for name in ("shape", "device", "dtype", "ndim", "is_cuda", "requires_grad")}
 )
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_ANY_KEY = DrawKey(seed=0, step=0, replica_index=0, microbatch_index=0)
 _TORCH_CHECKPOINT = "torch/utils/checkpoint.py"
 _TORCH_MODULE = "torch/nn/modules/module.py"
 
@@ -64,6 +66,8 @@ def trace_step(
     step_name: str,
     state_buffers: frozenset[str] = frozenset(),
     device: torch.device | None = None,
+    key: DrawKey = _ANY_KEY,
+    draw_functions: frozenset[Any] = frozenset(),
     is_cut: bool = False,
 ) -> StepTrace:
     """Record one run of `step(*args, **kwargs)` in which every activation is absent.
@@ -71,7 +75,9 @@ def trace_step(
     The batch in `args` and `kwargs` is real; parameters, and all that is computed from them, have shapes only. The
     module, its buffers and all random state are left as they were. Runs under the caller's grad mode. `state_buffers`
     are buffers that another step writes: their values are on one stage only. Parameters are taken to be on `device`,
-    where they are not yet; the batch and the buffers have to be there. `is_cut` tells that there are several stages.
+    where they are not yet; the batch and the buffers have to be there. Random draws that decide on the path are those
+    of the micro-batch with this `key`, where `draw_functions` tells what draws. `is_cut` tells that there are several
+    stages.
 
     Raises:
         BatchError: a training step returns nothing.
@@ -82,7 +88,8 @@ def trace_step(
     written_buffers = state_buffers
     opaque: frozenset[str] = frozenset()
     while True:  # what the step writes, and which calls read values, is seen in the middle; begin again with it known
-        tracer = _Tracer(module, written_buffers, opaque, step_name, device, is_cut=is_cut)
+        draws = PlacedDraws(key, device or torch.device("cpu"), draw_functions)
+        tracer = _Tracer(module, written_buffers, opaque, step_name, device, draws, is_cut=is_cut)
         try:
             trace = tracer.run(step, args, kwargs)
         except ReadsValuesError as found:
@@ -102,6 +109,7 @@ class _Tracer(OperationMode):
         opaque: frozenset[str],
         step_name: str,
         device: torch.device | None,
+        draws: PlacedDraws,
         *,
         is_cut: bool,
     ) -> None:
@@ -109,6 +117,7 @@ class _Tracer(OperationMode):
         self.module = module
         self.opaque = opaque
         self.step_name = step_name
+        self.draws = draws
         self.is_cut = is_cut
         self.trainable = {name for name, p in module.named_parameters() if p.requires_grad}
         self.table = ValueTable(module, written_buffers, device)
@@ -133,6 +142,8 @@ class _Tracer(OperationMode):
         with preserved_state(self.module) as state, computing_shapes():
             self._observer = state.observer
             self._wrap_modules()
+            seed_torch(0, self.draws.device)  # alike on every rank, as far as it is not known yet what draws
+            self.draws.begin(kept_generators(self.module))
             root = self._enter("<step>")
             try:
                 with self:
@@ -152,8 +163,6 @@ class _Tracer(OperationMode):
             raise _no_loss(step)
         for index in used_at_end:
             self.table.values[index].reads.append(len(self.operations))
-        if not self.operations:
-            raise CaptureError(f"{self.step_name} uses no parameter of the module: there is nothing to pipeline.")
         return StepTrace(
             operations=self.operations,
             values=self.table.values,
@@ -376,7 +385,11 @@ class _Tracer(OperationMode):
             elif (hidden := self.table.find(original)) is not None:
                 hidden_reads.append(hidden.index)
         written_arguments = self.table.note_writes(position, found, written)
-        sized_by_data = self._observer.sized_by_data or any(self.table.values[v].sized_by_data for v in reads)
+        sized_by_data = (
+            self._observer.sized_by_data
+            or any(self.table.values[v].sized_by_data for v in reads)
+            or any(self._observer.is_sized_by_data(tensor) for _, tensor in found)
+        )
         made: dict[tree.LeafPath, int] = {}
         aliases: dict[tree.LeafPath, tree.LeafPath] = {}
 
@@ -426,7 +439,7 @@ class _Tracer(OperationMode):
     def _outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         """An operation on batch data alone: every stage computes it again."""
         self._observer.begin()
-        result = run(*args, **kwargs)
+        result = self.draws.run(len(self.operations), function, args, kwargs, run)
         self.table.written_storages(self._observer.written)
         if function not in _METADATA:
             self._note_inputs(list(tree.tensors((args, kwargs))))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
-from lightning_autopipe.capture.cuts import CutTable, positions_from_keys
+from lightning_autopipe.capture.cuts import CutTable, layers_from_keys, positions_from_keys
 from lightning_autopipe.capture.records import CutKey, Layer, StepTrace
 from lightning_autopipe.core.errors import CaptureError
 
@@ -24,19 +23,4 @@ def align_layers(trace: StepTrace, table: CutTable, keys: Sequence[CutKey]) -> t
     positions = positions_from_keys(trace, table, keys[1:])
     if positions is None or sorted({0, *positions}) != [0, *positions]:
         raise CaptureError("the step of one micro-batch cannot be cut where that of the whole batch can")
-    bounds = [0, *positions, len(trace.operations)]
-    layers = []
-    for key, (start, stop) in zip(keys, itertools.pairwise(bounds), strict=True):
-        operations = trace.operations[start:stop]
-        layers.append(
-            Layer(
-                key=key,
-                start=start,
-                stop=stop,
-                parameters=tuple(dict.fromkeys(name for op in operations for name in op.parameters)),
-                forward_flops=sum(op.flops for op in operations),
-                boundary_bytes=table.num_bytes[stop] if stop < len(trace.operations) else 0,
-                has_random=any(op.is_random for op in operations),
-            )
-        )
-    return tuple(layers)
+    return layers_from_keys(trace, table, keys)

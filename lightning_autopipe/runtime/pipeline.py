@@ -93,7 +93,7 @@ class Pipeline:
             None  # of the profile: ignores targets that the loss's weight does not know
         )
         self.cut_points_after: tuple[int, ...] = ()  # of the profile: the layers behind the modules `cut_after`
-        self._planning_trace: tuple[StepTrace, CutTable] | None = None
+        self._planning_trace: tuple[str, StepTrace, CutTable] | None = None
         self._layer_keys: tuple[CutKey, ...] = ()
         self._first_name = _first_names(module)
         self._transport = transport
@@ -123,7 +123,9 @@ class Pipeline:
             CaptureError: the step cannot be traced or cut.
             ConfigurationError: it cannot be cut into so many stages, or after one of the modules.
         """
-        trace, table = self.store.trace(step_name, args, kwargs, cut_after=cut_after)
+        trace, table = self.store.trace(step_name, args, kwargs, cut_after=cut_after, is_planned_by=True)
+        if not trace.operations:
+            raise CaptureError(f"{step_name} uses no parameter of the module: there is nothing to pipeline.")
         if self._loss_over == "batch":
             self._end_layers_before_rest(trace, table, step_name, args, kwargs, cut_after)
         if self.num_stages > 1:
@@ -131,7 +133,7 @@ class Pipeline:
             refuse_too_few_layers(trace, table, self.num_stages, step_name)
         starts = [layer.start for layer in trace.layers]
         self.cut_points_after = tuple(starts.index(p) for p in positions_after(trace, table, cut_after))
-        self._planning_trace = (trace, table)
+        self._planning_trace = (step_name, trace, table)
         self._carried = self.store.carried_state(trace, table, step_name, args, kwargs)
         self.unweighted_loss = None if trace.loss_index is None else trace.unweighted_loss(trace.loss_index)
         self._layer_keys = tuple(layer.key for layer in trace.layers)
@@ -237,8 +239,7 @@ class Pipeline:
             split_batch=self._split_batch,
             loss_over=self._loss_over,
         )
-        if is_cut:
-            twin.store.share_cuts(self.store)
+        twin.store.share_plan(self.store, is_cut=is_cut)
         return twin
 
     def parameter_owner(self, name: str) -> int:

@@ -162,7 +162,8 @@ class StageStep(StageForward):
         except TraceMismatchError as mismatch:
             other = None
             if mismatch.can_retry:
-                other = self._store.other_path(self._signatures[microbatch_index], self._step_name, args, kwargs)
+                signature = self._signatures[microbatch_index]
+                other = self._store.other_path(signature, self._step_name, args, kwargs, key)
             if other is None:
                 raise
             program = self._program(other, args, kwargs)

@@ -21,10 +21,12 @@ from lightning_autopipe.capture.cuts import (
     crossing_meaning,
     find_layers,
     is_same_path,
+    layers_from_keys,
     positions_after,
     positions_from_keys,
     positions_from_owners,
 )
+from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.proof import proven_program
 from lightning_autopipe.capture.records import CutKey, StepTrace
@@ -66,6 +68,8 @@ class CaptureStore:
         self.num_stages = 1
         self.cut_keys: tuple[CutKey, ...] = ()
         self.owners: dict[str, frozenset[int]] = {}
+        self._planned_step = ""
+        self._layer_keys: tuple[CutKey, ...] = ()
         self._captures: OrderedDict[Hashable, list[StepCapture]] = OrderedDict()  # the usual path first
 
     def trace(
@@ -75,8 +79,20 @@ class CaptureStore:
         kwargs: dict[str, Any],
         *,
         cut_after: Sequence[str] = (),
+        is_planned_by: bool = False,
+        key: DrawKey | None = None,
+        draw_functions: frozenset[Any] = frozenset(),
     ) -> tuple[StepTrace, CutTable]:
-        """Trace a step and find its layers, some of which end after the modules `cut_after`.
+        """Trace a step and find its layers: those of the planned trace, by their names, once there is one.
+
+        Args:
+            step_name: The method of the module.
+            args: What it is called with.
+            kwargs: Keyword arguments alike.
+            cut_after: Paths of modules after whose last calls layers end.
+            is_planned_by: Whether a plan will be made from this trace: it finds layers of its own.
+            key: Of the micro-batch whose random draws decide on the path; None: whichever.
+            draw_functions: What draws without an activation among its arguments.
 
         Raises:
             CaptureError: the step cannot be traced.
@@ -91,9 +107,14 @@ class CaptureStore:
                 state_buffers=frozenset(n for n, _ in self.module.named_buffers() if n in self.owners),
                 device=self.device,
                 is_cut=self.is_cut,
+                draw_functions=draw_functions,
+                **({} if key is None else {"key": key}),
             )
         table = CutTable(trace)
-        trace.layers = find_layers(trace, table, positions_after(trace, table, cut_after))
+        if self._layer_keys and step_name == self._planned_step and not is_planned_by:
+            trace.layers = layers_from_keys(trace, table, self._layer_keys)
+        else:
+            trace.layers = find_layers(trace, table, positions_after(trace, table, cut_after))
         return trace, table
 
     def carried_state(
@@ -104,7 +125,7 @@ class CaptureStore:
             step = getattr(self.module, step_name)
             return find_carried_state(trace, table, self.module, step, args, kwargs, device=self.device)
 
-    def set_cuts(self, trace: StepTrace, table: CutTable, names: Sequence[str]) -> list[int]:
+    def set_cuts(self, step_name: str, trace: StepTrace, table: CutTable, names: Sequence[str]) -> list[int]:
         """Fix the cuts by the names of the layers that begin there, and with them the owner of every parameter.
 
         Gives their positions in this trace.
@@ -128,12 +149,15 @@ class CaptureStore:
                 for name in (*op.parameters, *op.buffers):
                     owners.setdefault(name, set()).add(stage_index)
         self.owners = {name: frozenset(stages) for name, stages in owners.items()}
+        self._planned_step, self._layer_keys = step_name, tuple(layer.key for layer in trace.layers)
         self._captures.clear()
         return positions
 
-    def share_cuts(self, other: CaptureStore) -> None:
-        """Cut as another store of the same module does."""
-        self.num_stages, self.cut_keys, self.owners = other.num_stages, other.cut_keys, other.owners
+    def share_plan(self, other: CaptureStore, *, is_cut: bool) -> None:
+        """Have the layers of another store of the same module, and cut as it does, or nowhere."""
+        self._planned_step, self._layer_keys = other._planned_step, other._layer_keys
+        if is_cut:
+            self.num_stages, self.cut_keys, self.owners = other.num_stages, other.cut_keys, other.owners
 
     def clear(self) -> None:
         """Forget all traces: the module's parameters are other objects now."""
@@ -154,16 +178,17 @@ class CaptureStore:
         return capture
 
     def other_path(
-        self, key: Hashable, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, key: Hashable, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], draws: DrawKey
     ) -> StepCapture | None:
-        """Trace the path that the step takes on `args`, where it is not the known one of this key.
+        """Trace the path that the step takes on `args` and with these draws, where it is not the known one of this key.
 
         The stages notice another path each for itself, or not at all where it does not concern them. So the cuts must
         mean the same on both paths: equal makers of equally many crossing values. None where they do not.
         """
         known = self._captures[key]
         usual = known[0]
-        trace, table = self.trace(step_name, args, kwargs)
+        draw_functions = frozenset().union(*(capture.trace.draw_functions for capture in known))
+        trace, table = self.trace(step_name, args, kwargs, key=draws, draw_functions=draw_functions)
         for capture in known:
             if is_same_path(capture.trace, trace):
                 return capture

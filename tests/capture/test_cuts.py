@@ -85,7 +85,7 @@ def test_no_cut_where_an_alias_would_be_severed() -> None:
     assert found.table.legal[write + 1]
 
 
-@pytest.mark.parametrize("how", ["mask", "places", "rows", "table", "written"])
+@pytest.mark.parametrize("how", ["mask", "places", "rows", "of the batch", "table", "written"])
 def test_no_cut_where_the_size_of_a_value_depends_on_values(how: str) -> None:
     class Picking(Blocks):
         def __init__(self) -> None:
@@ -102,6 +102,8 @@ def test_no_cut_where_the_size_of_a_value_depends_on_values(how: str) -> None:
                 h = h[places]
             elif how == "rows":
                 h = h.index_select(0, places.view(-1))
+            elif how == "of the batch":
+                h = self.blocks[0](x[mask])
             elif how == "table":  # as many rows as indices, whatever their values
                 h = h + self.table[torch.arange(len(x)).view(2, 2) % 3].flatten(0, 1)
             else:

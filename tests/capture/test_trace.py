@@ -234,13 +234,6 @@ def test_a_value_read_behind_the_last_parameter_ends_the_trace(name: str) -> Non
     assert "test_trace.py:" in found.trace.end_reason
 
 
-def test_a_step_without_parameters_is_an_error() -> None:
-    module = Blocks()
-    module.forward = lambda x: x
-    with pytest.raises(CaptureError, match="uses no parameter"):
-        traced(module, (features(), 0))
-
-
 def test_a_shape_changed_in_place_is_an_error() -> None:
     class Squeezing(Blocks):
         def forward(self, x: Tensor) -> Tensor:

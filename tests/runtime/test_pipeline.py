@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopipe.core.errors import ConfigurationError, PlanError
+from lightning_autopipe.core.errors import CaptureError, ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.runtime import stage_step
 from lightning_autopipe.runtime.errors import StageError
@@ -462,3 +462,12 @@ def test_gradients_add_to_what_is_there() -> None:
     pipeline.run("training_step", (rows(4), 0), {}, training=True, step=0)
     for name, gradient in gradients(module).items():
         torch.testing.assert_close(twice[name], 2 * gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_step_without_parameters_is_an_error() -> None:
+    class NoParameters(nn.Module):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return batch.mean()
+
+    with pytest.raises(CaptureError, match="training_step uses no parameter"):
+        run_once(NoParameters(), torch.randn(4, 3), num_stages=2, num_microbatches=2)

@@ -54,8 +54,8 @@ class MlpModule(pl.LightningModule):
         return torch.optim.AdamW(parameters, lr=self.lr)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        own = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
-        self.gradients.append(own)
+        own = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        self.gradients.append({name: g.to_dense() if g.is_sparse else g.clone() for name, g in own.items()})
 
 
 class ClippingModule(MlpModule):
@@ -66,6 +66,23 @@ class ClippingModule(MlpModule):
         self.log("norm", norm)
         self.log("head_norm", torch.nn.utils.clip_grad_norm_(self.head.parameters(), 0.01, norm_type=float("inf")))
         super().on_before_optimizer_step(optimizer)
+
+
+class TogglingModule(MlpModule):
+    """Freezes a block in every other step, embeds by a sparse table, and validates without a parameter."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.table = nn.Embedding(4, WIDTH, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for parameter in self.blocks[0].parameters():
+            parameter.requires_grad_(batch_idx % 2 == 0)
+        x, y = batch
+        return super().training_step((x + self.table((x[:, 0] > 0).long()), y), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", batch[1].mean())
 
 
 class LanguageModule(MlpModule):

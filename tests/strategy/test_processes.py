@@ -21,6 +21,7 @@ from tests.strategy.modules import (
     InOrder,
     LanguageModule,
     MlpModule,
+    TogglingModule,
     class_data,
     float_data,
     largest_difference,
@@ -66,6 +67,11 @@ FITS = {
     "7 clipping in a hook": Fit(
         module_class=ClippingModule,
         data=partial(InOrder, regression_data(16), batch_size=8),
+    ),
+    "flags set in the step, sparse gradients, a validation without parameters": Fit(
+        module_class=TogglingModule,
+        data=partial(InOrder, regression_data(32), regression_data(8, seed=1), batch_size=8, val_batch_size=4),
+        strategy_options={"verify": True},
     ),
     "22 uneven batches": Fit(
         module_class=MlpModule,
