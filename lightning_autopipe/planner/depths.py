@@ -72,23 +72,25 @@ def _all_depths(num_stages: int, num_microbatches: int) -> Iterator[Depths]:
 
 
 def _starts(objective: Objective) -> Iterator[Depths]:
-    num_stages = objective.setting.num_stages
+    """By slope, without and with as many micro-batches more as the crossings behind a stage last."""
+    stages = range(objective.setting.num_stages)
     most = max(objective.setting.num_microbatches) - 1
     for slope in _SLOPES:
-        yield tuple(min(most, math.ceil(slope * (num_stages - 1 - stage))) for stage in range(num_stages))
-    yield tuple(min(most, depth) for depth in _depths_for_links(objective))
+        by_slope = [math.ceil(slope * (stages.stop - 1 - stage)) for stage in stages]
+        for for_links in ([0] * len(stages), _depths_for_links(objective)):
+            yield tuple(min(most, depth + more) for depth, more in zip(by_slope, for_links, strict=True))
 
 
-def _depths_for_links(objective: Objective) -> Depths:
-    """One for each stage that follows, and for each cut that follows as many as a crossing there and back lasts."""
-    num_stages, num_layers = objective.setting.num_stages, objective.num_layers
-    total_s = sum(prefix[-1] for prefix in objective.stage_prefixes()) / num_stages
+def _depths_for_links(objective: Objective) -> list[int]:
+    """For each cut behind a stage as many micro-batches as a crossing there and back lasts on an even stage."""
+    num_stages = objective.setting.num_stages
+    stage_s = sum(prefix[-1] for prefix in objective.stage_prefixes()) / num_stages**2
     _, entries = objective.bound_weights((0,) * num_stages)
     depths = [0]
     for stage_index in range(num_stages - 1, 0, -1):
-        crossing_s = sorted(entries[stage_index])[num_layers // 2]
-        depths.append(depths[-1] + 1 + (math.ceil(crossing_s * num_stages / total_s) if total_s else 0))
-    return tuple(reversed(depths))
+        crossing_s = sorted(entries[stage_index])[objective.num_layers // 2]
+        depths.append(depths[-1] + (math.ceil(crossing_s / stage_s) if stage_s else 0))
+    return depths[::-1]
 
 
 def _improved(objective: Objective, choice: PartitionChoice, effort: int) -> PartitionChoice:

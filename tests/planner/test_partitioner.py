@@ -209,6 +209,22 @@ def test_depths_hide_slow_links() -> None:
     assert sum(found.depths) <= sum((5, 4, 1, 0))
 
 
+def test_depths_begin_with_what_crossings_last() -> None:
+    """Eight stages on three servers in a row; the slopes of the depth alone lead to 645 at best."""
+    links = [Link(a=a, b=b, bandwidth_bytes_per_s=1.0) for a, b in ("AB", "BC")]
+    names = "AABBCCCC"
+    devices = tuple(a_device(rank, server) for rank, server in enumerate(names))
+    values = tuple(
+        CrossingValue(producer=index, last_reader=index + 1, forward_bytes=20, gradient_bytes=20) for index in range(23)
+    )
+    forward_s = [2 + (7 * index % 5) / 5 for index in range(24)]
+    profile = a_profile(forward_s, [2 * seconds for seconds in forward_s], values=values)
+    setting = a_setting(profile, 8, 16, devices=(devices,), network=servers(names, *links))
+    found = choose_partition_and_depths(setting)
+    assert found.step_s < 600
+    assert found.step_s == pytest.approx(simulated_s(setting, found.partition.cut_points, found.depths))
+
+
 def test_depths_hide_slow_links_of_few_microbatches() -> None:
     """Four micro-batches over a slow cut: there are few choices of depths, and none is better."""
     links = [Link(a="A", b="B", bandwidth_bytes_per_s=1.0)]
