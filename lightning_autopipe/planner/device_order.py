@@ -60,7 +60,7 @@ def choose_device_order(
         orders = [devices, tuple(by_speed), tuple(reversed(by_speed))]
     searches = [_search(setting, order, depths, effort // (2 * _NUM_SEARCHED)) for order in orders]
     for search in searches:
-        for cuts in search.starts()[:2]:
+        for cuts in search.bound_starts():
             search.consider(cuts)
     searches.sort(key=_value)
     for search in searches[:_NUM_SEARCHED]:
@@ -140,7 +140,7 @@ def _swapped(setting: PipelineSetting, best: PartitionSearch, depths: Depths, ef
                 continue
             tried.add(kinds)
             search = _search(setting, tuple(order), depths, max(1, effort // 50))
-            search.look_around([best.best, *search.starts()[1:3]])
+            search.look_around([best.best, *search.bound_starts()])
             num_left -= search.objective.num_priced_actions
             if _value(search) < _value(best):
                 best, improved = search, True

@@ -186,11 +186,12 @@ class PartitionSearch:
 
     def starts(self) -> list[Cuts]:
         """Where to begin: the most even partition, and both ends of the two kinds of min-max ones."""
-        tables = [self._by_bound, MinMaxTable(self.objective.stage_prefixes())]
-        found = [
-            table.cuts(self.num_stages, self.num_layers, early=early) for table in tables for early in (True, False)
-        ]
-        return list(dict.fromkeys([self._even_start(), *found]))
+        by_time = _both_ends(MinMaxTable(self.objective.stage_prefixes()), self.num_stages, self.num_layers)
+        return list(dict.fromkeys([self._even_start(), *self.bound_starts(), *by_time]))
+
+    def bound_starts(self) -> list[Cuts]:
+        """The best of the starts, and the quickest to know: min-max by what a stage adds to the step."""
+        return _both_ends(self._by_bound, self.num_stages, self.num_layers)
 
     def look_around(self, starts: list[Cuts]) -> None:
         """Improves on some partitions until nothing is found any more, or as much was simulated as may be."""
@@ -270,6 +271,10 @@ class PartitionSearch:
             f"{edges[stage]} to {edges[stage + 1] - 1}, {self.depths[stage] + 1} micro-batches in flight); set more "
             "stages (num_stages), or more and so smaller micro-batches (num_microbatches)"
         )
+
+
+def _both_ends(table: MinMaxTable, num_stages: int, num_layers: int) -> list[Cuts]:
+    return [table.cuts(num_stages, num_layers, early=early) for early in (True, False)]
 
 
 def _replaced(cuts: Cuts, index: int, cut: int) -> Cuts:
