@@ -180,7 +180,7 @@ def positions_after(trace: StepTrace, table: CutTable, module_paths: Sequence[st
     for path in module_paths:
         calls = [call for call in trace.calls if call.module_path == path and call.start < call.stop]
         if not calls:
-            called = sorted({call.module_path for call in trace.calls if call.module_path not in ("", "<step>")})
+            called = sorted({call.module_path for call in trace.calls if not call.is_own})
             raise ConfigurationError(
                 f"cut_after names {path!r}, but the step calls no such module. Modules that it calls: "
                 f"{', '.join(called[:12])}{', …' if len(called) > 12 else ''}"

@@ -12,6 +12,9 @@ from lightning_autopipe.capture.absent import AbsentTensor
 from lightning_autopipe.capture.losses import KEEPS_COUNT
 from lightning_autopipe.capture.tree import LeafPath, walk
 
+STEP = "<step>"
+"""The path of the outermost module call: the step itself."""
+
 OPAQUE_CALL = "opaque_call"
 """In the place of a function: an operation that is the whole call of a module that reads values of activations."""
 
@@ -111,7 +114,7 @@ class ModuleCall:
     @property
     def is_own(self) -> bool:
         """Whether it is the step itself, or the LightningModule's own forward."""
-        return self.module_path in ("<step>", "")
+        return self.module_path in (STEP, "")
 
     @property
     def activations(self) -> tuple[tuple[LeafPath, int], ...]:

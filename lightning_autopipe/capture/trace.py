@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +16,7 @@ from lightning_autopipe.capture.absent import (
     computing_shapes,
     is_absent,
 )
+from lightning_autopipe.capture.call_log import CallLog
 from lightning_autopipe.capture.draws import DrawKey, PlacedDraws, kept_generators, seed_torch
 from lightning_autopipe.capture.interception import SETS_FLAG, OperationMode, value_arguments
 from lightning_autopipe.capture.losses import MEAN_LOSSES, ignores_targets
@@ -26,14 +24,15 @@ from lightning_autopipe.capture.opaque import ReadsValuesError, opaque_paths, sh
 from lightning_autopipe.capture.preserve import DispatchObserver, preserved_state
 from lightning_autopipe.capture.records import (
     OPAQUE_CALL,
+    STEP,
     ModuleCall,
     Operation,
     StepTrace,
-    ValueIndex,
     function_name,
 )
 from lightning_autopipe.capture.refusals import RefusedStepError, refuse_generate, refuse_parameter_assignment
-from lightning_autopipe.capture.source_lines import line_of_caller, line_of_error, line_of_function
+from lightning_autopipe.capture.regions import Regions
+from lightning_autopipe.capture.source_lines import line_of_error, line_of_function
 from lightning_autopipe.capture.values import ValueTable
 from lightning_autopipe.core.errors import BatchError, CaptureError
 
@@ -53,8 +52,6 @@ _METADATA = frozenset(
 )
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ANY_KEY = DrawKey(seed=0, step=0, replica_index=0, microbatch_index=0)
-_TORCH_CHECKPOINT = "torch/utils/checkpoint.py"
-_TORCH_MODULE = "torch/nn/modules/module.py"
 
 
 def trace_step(
@@ -122,15 +119,13 @@ class _Tracer(OperationMode):
         self.trainable = {name for name, p in module.named_parameters() if p.requires_grad}
         self.table = ValueTable(module, written_buffers, device)
         self.operations: list[Operation] = []
-        self.calls: list[ModuleCall] = []
+        self.log = CallLog(lambda: len(self.operations), self.table.index_of)
         self.metadata_functions: set[Any] = set()
         self.draw_functions: set[Any] = set()
-        self._regions: list[FrameType] = []
-        self._call: ModuleCall | None = None
+        self._regions = Regions()
         self._failure: tuple[Exception, str] | None = None  # and the path of the innermost module that it left
         self._inputs_read: dict[int, Tensor] = {}
         self._observer = DispatchObserver()
-        self._next_call: dict[str, int] = {}
 
     # ----- the run
 
@@ -144,7 +139,7 @@ class _Tracer(OperationMode):
             self._wrap_modules()
             seed_torch(0, self.draws.device)  # alike on every rank, as far as it is not known yet what draws
             self.draws.begin(kept_generators(self.module))
-            root = self._enter("<step>")
+            root = self.log.enter(STEP)
             try:
                 with self:
                     result = step(*args, **kwargs)
@@ -156,7 +151,7 @@ class _Tracer(OperationMode):
             except Exception as error:
                 end_reason = self._explain_end(error)
                 used_at_end = self._held_by_step(error)
-            root.stop = len(self.operations)
+            self.log.leave(root)
             changed = state.modules_changed()
             reassigned = self._note_reassigned_buffers()
         if end_reason is None and result is None and self.step_name == "training_step":
@@ -166,7 +161,7 @@ class _Tracer(OperationMode):
         return StepTrace(
             operations=self.operations,
             values=self.table.values,
-            calls=self.calls,
+            calls=self.log.calls,
             metadata_functions=frozenset(self.metadata_functions),
             draw_functions=frozenset(self.draw_functions),
             used_at_end=frozenset(used_at_end),
@@ -238,38 +233,22 @@ class _Tracer(OperationMode):
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.is_paused:
                 return original(*args, **kwargs)
-            call = self._enter(path)
-            python_state = _python_random_state()
+            call = self.log.enter(path)
             try:
                 if path in self.opaque:
                     result = self._opaque_call(call, original, args, kwargs)
                 else:
                     result = original(*args, **kwargs)
-                call.result = self._as_recorded(result)
+                call.result = self.log.as_recorded(result)
                 return result
             except Exception as error:
                 if (self._failure is None or self._failure[0] is not error) and not call.is_opaque:
                     self._failure = error, path
                 raise
             finally:
-                call.stop = len(self.operations)
-                call.draws_python = python_state != _python_random_state()
-                self._call = call.parent
+                self.log.leave(call)
 
         return forward
-
-    def _enter(self, path: str) -> ModuleCall:
-        call_index = self._next_call.get(path, 0)
-        self._next_call[path] = call_index + 1
-        position = len(self.operations)
-        call = ModuleCall(path, call_index, position, position, None, self._call)
-        if self._call is not None:
-            self._call.children.append(call)
-            if self._call.is_own:
-                call.source = line_of_caller()
-        self.calls.append(call)
-        self._call = call
-        return call
 
     def _opaque_call(
         self, call: ModuleCall, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -295,9 +274,6 @@ class _Tracer(OperationMode):
             buffers=[name for name in sorted(names) if name.startswith(f"{call.module_path}.")],
         )
 
-    def _module_path(self) -> str:
-        return "" if self._call is None or self._call.module_path == "<step>" else self._call.module_path
-
     # ----- operations
 
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
@@ -305,7 +281,7 @@ class _Tracer(OperationMode):
             return self.table.set_flag(args[0], lambda: run(*args, **kwargs))
         if function == _SET_DATA and id(args[0]) in self.table.parameter_names:
             name = self.table.parameter_names[id(args[0])]
-            raise refuse_parameter_assignment(name, self.step_name, self._module_path())
+            raise refuse_parameter_assignment(name, self.step_name, self.log.module_path)
         found = list(tree.tensors((args, kwargs)))
         values = tree.tensors(value_arguments(function, args, kwargs))
         if not any(self.table.is_activation(t) for _, t in values):
@@ -313,7 +289,7 @@ class _Tracer(OperationMode):
         for path, tensor in found:
             if self.table.is_of_unknown_origin(tensor):
                 raise CaptureError(
-                    f"{function_name(function)} in {self._module_path() or self.step_name} takes a tensor of shape "
+                    f"{function_name(function)} in {self.log.module_path or self.step_name} takes a tensor of shape "
                     f"{tuple(tensor.shape)} whose origin the trace did not see (argument {path}): it was made inside "
                     "TorchScript, vmap or a compiled function, or kept from an earlier step."
                 )
@@ -334,7 +310,7 @@ class _Tracer(OperationMode):
             raise
         if not keeps_shapes:
             raise CaptureError(
-                f"{function_name(function)} in {self._module_path() or self.step_name} changes the shape of a tensor "
+                f"{function_name(function)} in {self.log.module_path or self.step_name} changes the shape of a tensor "
                 "in place; use the form that gives a new tensor (for example squeeze instead of squeeze_)."
             )
         written = self.table.written_storages(self._observer.written)
@@ -343,7 +319,7 @@ class _Tracer(OperationMode):
             self.metadata_functions.add(function)
             return result
         if kwargs.get("generator") is not None:
-            self._note_placed_draw()
+            self.log.note_placed_draw()
         return self._record(function, args, kwargs, found, result, written)
 
     def counted_call(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> None:
@@ -425,8 +401,8 @@ class _Tracer(OperationMode):
                 constants=_constants(args, kwargs),
                 is_random=self._observer.is_random,
                 flops=self._observer.flops,
-                module_path=self._module_path(),
-                region=self._region(),
+                module_path=self.log.module_path,
+                region=self._regions.current(),
                 takes_data=any(not self.table.is_activation(tensor) for _, tensor in found),
                 is_mean_loss=callable(function) and function in MEAN_LOSSES,
                 ignores_targets=callable(function) and ignores_targets(function, args, kwargs),
@@ -445,76 +421,17 @@ class _Tracer(OperationMode):
             self._note_inputs(list(tree.tensors((args, kwargs))))
         if self._observer.is_random:
             self.draw_functions.add(function)
-            self._note_placed_draw()
+            self.log.note_placed_draw()
         return result
-
-    def _note_placed_draw(self) -> None:
-        """A draw that is keyed by its place: no module that holds it is passed over."""
-        call = self._call
-        while call is not None:
-            call.num_free_draws += 1
-            call = call.parent
 
     def _note_inputs(self, found: list[tuple[tree.LeafPath, Tensor]]) -> None:
         for _, tensor in found:
             if not is_absent(tensor) and id(tensor) not in self.table.state_names:
                 self._inputs_read[id(tensor)] = tensor
 
-    def _as_recorded(self, result: Any) -> Any:
-        """What a module call returned, with the index of a value in the place of each activation."""
-
-        def leaf(path: tree.LeafPath, obj: Any) -> Any:
-            if isinstance(obj, Tensor):
-                index = self.table.index_of(obj)
-                return _NOT_AN_ACTIVATION if index is None else ValueIndex(index)
-            return obj
-
-        return tree.map_leaves(leaf, result)
-
-    def _region(self) -> int | None:
-        """Number the region without cuts that the running code lies in (the outermost one).
-
-        That is a checkpointed call, or the call of a module with full backward hooks, which tie its ends together.
-        """
-        frame: FrameType | None = sys._getframe(1)
-        outermost = None
-        while frame is not None:
-            code = frame.f_code
-            if code.co_name == "checkpoint" and code.co_filename.endswith(_TORCH_CHECKPOINT):
-                outermost = frame
-            elif code.co_name == "inner" and code.co_filename.endswith(_TORCH_MODULE):
-                if frame.f_locals.get("bw_hook") is not None:
-                    outermost = frame
-            frame = frame.f_back
-        if outermost is None:
-            return None
-        if not self._regions or self._regions[-1] is not outermost:
-            self._regions.append(outermost)
-        return len(self._regions) - 1
-
-
-class _NotAnActivation:
-    """In the place of a tensor that depends on batch data alone."""
-
-
-_NOT_AN_ACTIVATION = _NotAnActivation()
-
-
-def is_replayable_leaf(leaf: Any) -> bool:
-    """Tell whether a leaf of a module's recorded result may be given again in a later run."""
-    return leaf is None or isinstance(leaf, (ValueIndex, bool, str, torch.dtype, torch.device))
-
 
 def _constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(leaf for _, leaf in tree.walk((args, kwargs)) if not isinstance(leaf, Tensor))
-
-
-def _python_random_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate()
-    state = numpy.random.get_state()
-    return random.getstate(), state[2], state[1].tobytes()
 
 
 def _no_loss(step: Callable[..., Any]) -> BatchError:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_autopipe.capture import tree
+from lightning_autopipe.capture.call_log import is_replayable_leaf
 from lightning_autopipe.capture.records import ModuleCall, StepTrace, ValueIndex
-from lightning_autopipe.capture.trace import is_replayable_leaf
 
 
 @dataclass(frozen=True, slots=True)
