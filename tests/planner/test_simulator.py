@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -210,6 +211,17 @@ def test_replicas_have_their_own_numbers_of_microbatches() -> None:
     assert step_s(10, 4) == 10.0
     unequal = simulate(with_two_replicas((2, 5)))
     assert ends_of(unequal, StepEnd.GRADIENTS) == {1: (11, 11), 3: (11, 11), 0: (12, 12), 2: (12, 12)}
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        simulate(a_step(one_f_one_b(2, 2), [(1, 1), (1, 1)]))
+        assert gc.isenabled() is is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
 
 
 def test_lists_that_wait_for_each_other_are_refused() -> None:
