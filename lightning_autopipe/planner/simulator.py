@@ -41,7 +41,7 @@ def simulate(step: StepWork) -> Timeline:
 
 @contextlib.contextmanager
 def _collecting_no_garbage() -> Iterator[None]:
-    """Many small objects are made here and all are kept: searching them for garbage would take a quarter of the time."""
+    """Many small objects are made here and all are kept: looking for garbage would take a quarter of the time."""
     if not gc.isenabled():
         yield
         return
