@@ -33,7 +33,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "_register": ("core", "strategy"),
     "__init__": ("_register", "core", "strategy"),
 }
-WITHOUT_TORCH = ("core", "schedules", "planner", "visualization", "_register", "__init__")
+WITHOUT_TORCH = ("core", "schedules", "planner", "cluster", "visualization", "_register", "__init__")
+# Files of those layers that need torch all the same, and that no other file of those layers imports.
+WITH_TORCH_ALL_THE_SAME = ("cluster/measure.py",)
+HEAVY_FILES = [[PACKAGE, *file.removesuffix(".py").split("/")] for file in WITH_TORCH_ALL_THE_SAME]
 HEAVY = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "transformers", "hydra")
 
 
@@ -54,10 +57,17 @@ def imported_modules(path: Path, module: str) -> Iterator[tuple[int, str]]:
                 base = ".".join([*parents, *([base] if base else [])])
             yield node.lineno, base
             # `from lightning_autopipe import planner` names the layer in the second half.
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names if base == PACKAGE)
+            # And `from lightning_autopipe.cluster import measure` a file.
+            is_ours = base.split(".")[0] == PACKAGE
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names if is_ours)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
             if isinstance(node.args[0], ast.Constant):
                 yield node.lineno, str(node.args[0].value)
+
+
+def heavy_file(parts: list[str]) -> bool:
+    """Whether a full name is that of one of our files that need torch, or of something in it."""
+    return any(parts[: len(heavy)] == heavy for heavy in HEAVY_FILES)
 
 
 def violations(root: Path) -> list[str]:
@@ -71,7 +81,8 @@ def violations(root: Path) -> list[str]:
             continue
         for line, name in imported_modules(path, module):
             parts = name.split(".")
-            if parts[0] in HEAVY and layer in WITHOUT_TORCH:
+            is_heavy = parts[0] in HEAVY or heavy_file(parts)
+            if is_heavy and layer in WITHOUT_TORCH and relative.as_posix() not in WITH_TORCH_ALL_THE_SAME:
                 found.append(f"{relative}:{line}: {layer} imports {name}, but it must do without")
             if parts[0] != PACKAGE or len(parts) == 1:
                 continue
@@ -94,6 +105,9 @@ def test_no_import_goes_the_wrong_way() -> None:
         ("planner/__init__.py", "from ..runtime import x", "planner imports lightning_autopipe.runtime"),
         ("runtime/a.py", "def f():\n    import lightning_autopipe.planner.plan", "runtime imports"),
         ("planner/a.py", "import torch.nn", "planner imports torch.nn, but it must do without"),
+        ("cluster/a.py", "import torch", "cluster imports torch, but it must do without"),
+        ("cluster/a.py", "from lightning_autopipe.cluster import measure", "cluster imports"),
+        ("cluster/__init__.py", "def f():\n    from .measure import measure_links", "cluster imports"),
         ("core/a.py", "import importlib\nimportlib.import_module('lightning_autopipe.strategy')", "core imports"),
         ("news/a.py", "", "layer 'news' is not in the table"),
     ],
@@ -119,7 +133,8 @@ def test_right_imports_pass(tmp_path: Path, source: str) -> None:
         f"import {PACKAGE}",
         f"from {PACKAGE} import PipelinePlan, ConfigurationError",
         f"import {PACKAGE}.core, {PACKAGE}.schedules, {PACKAGE}.planner",
-        f"import {PACKAGE}.visualization",
+        f"import {PACKAGE}.visualization, {PACKAGE}.cluster",
+        f"import {PACKAGE}.cli, {PACKAGE}.cli.cluster",
     ],
 )
 def test_the_light_parts_load_neither_torch_nor_lightning(statement: str) -> None:

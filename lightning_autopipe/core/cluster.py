@@ -50,7 +50,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One link between two points of the cluster: ranks' devices (``"rank 3"``), switches, sockets, servers, by name."""
+    """One link between two points of the cluster: ranks' devices (``rank 3``), switches, sockets, servers, by name."""
 
     a: str
     b: str
@@ -104,8 +104,8 @@ class ClusterTopology:
                 global_rank = rank_of_point(point)
                 if global_rank is not None and global_rank >= len(self.devices):
                     raise ConfigurationError(
-                        f"ClusterTopology: links[{index}] leads to {point!r}, but there are {len(self.devices)} devices: "
-                        f"ranks 0 to {len(self.devices) - 1}"
+                        f"ClusterTopology: links[{index}] leads to {point!r}, but there are {len(self.devices)} "
+                        f"devices: ranks 0 to {len(self.devices) - 1}"
                     )
 
     @property
