@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -32,11 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         parsed.run(parsed)
-        sys.stdout.flush()
     except AutoPipeError as error:
         sys.stderr.write(f"autopipe: error: {' '.join(str(error).split())}\n")
         return WRONG_INPUT
-    except BrokenPipeError:
-        # Who read our output (head, a pager) has had enough; the interpreter must not complain when it flushes.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
