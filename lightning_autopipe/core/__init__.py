@@ -13,6 +13,7 @@ from lightning_autopipe.core.errors import (
     PlanError,
 )
 from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import SCHEMA_VERSION, PipelinePlan
 from lightning_autopipe.core.prediction import StagePrediction
@@ -39,6 +40,7 @@ __all__ = [
     "ConfigurationError",
     "CrossingValue",
     "Device",
+    "DeviceMapping",
     "DeviceTimes",
     "LayerMeasurement",
     "LayerProfile",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from lightning_autopipe.core.cluster import ClusterTopology
+from lightning_autopipe.core.cluster import ClusterTopology, rank_point
 from lightning_autopipe.core.errors import ConfigurationError
 
 _TYPICAL_BYTES = 2**20
@@ -68,6 +68,7 @@ class LinkNetwork:
             self._ways[link.b].append((link.a, len(channels) - 1))
         self.channels = tuple(channels)
         self._routes: dict[tuple[int, int], Route] = {}
+        self._trees: dict[str, dict[str, tuple[str, int]]] = {}
 
     def route(self, sender: int, receiver: int) -> Route:
         """The way from one global rank to another.
@@ -75,38 +76,55 @@ class LinkNetwork:
         Raises:
             ConfigurationError: no links lead there.
         """
-        if (sender, receiver) not in self._routes:
-            self._routes[sender, receiver] = self._find(self._point(sender), self._point(receiver))
-        return self._routes[sender, receiver]
+        key = (sender, receiver)
+        if key not in self._routes:
+            self._routes[key] = self._route(self.point(sender), self.point(receiver))
+        return self._routes[key]
 
-    def _point(self, global_rank: int) -> str:
-        own = f"rank {global_rank}"
+    def point(self, global_rank: int) -> str:
+        """Where a device stands."""
+        own = rank_point(global_rank)
         return own if own in self._ways else self.topology.devices[global_rank].server
 
-    def _find(self, begin: str, end: str) -> Route:
+    def _route(self, begin: str, end: str) -> Route:
+        if begin not in self._trees:
+            self._trees[begin] = self._quickest_ways(begin)
+        tree, links = self._trees[begin], self.topology.links
+        channels: list[int] = []
+        point = end
+        while point != begin:
+            if point not in tree:
+                raise ConfigurationError(
+                    f"the cluster has no links from {begin!r} to {end!r}; add a Link between them, or between each and "
+                    "a switch"
+                )
+            point, channel = tree[point]
+            channels.append(channel)
+        channels.reverse()
+        used = [self.channels[channel] for channel in channels]
+        return Route(
+            channels=tuple(channels),
+            latency_s=sum(links[channel.link_index].latency_s for channel in used),
+            bandwidth_bytes_per_s=min((channel.bandwidth_bytes_per_s for channel in used), default=math.inf),
+        )
+
+    def _quickest_ways(self, begin: str) -> dict[str, tuple[str, int]]:
+        """For each point that can be reached, the one before it on the way and the channel in between."""
         links = self.topology.links
         order = count()
-        heap: list[tuple[float, int, str, tuple[int, ...]]] = [(0.0, next(order), begin, ())]
-        seen: set[str] = set()
+        heap: list[tuple[float, int, str, str, int]] = [(0.0, next(order), begin, "", -1)]
+        tree: dict[str, tuple[str, int]] = {}
         while heap:
-            seconds, _, point, channels = heapq.heappop(heap)
-            if point == end:
-                used = [self.channels[channel] for channel in channels]
-                return Route(
-                    channels=channels,
-                    latency_s=sum(links[channel.link_index].latency_s for channel in used),
-                    bandwidth_bytes_per_s=min((channel.bandwidth_bytes_per_s for channel in used), default=math.inf),
-                )
-            if point in seen:
+            seconds, _, point, before, last = heapq.heappop(heap)
+            if point in tree:
                 continue
-            seen.add(point)
+            tree[point] = (before, last)
             for neighbour, channel in self._ways[point]:
-                link = links[self.channels[channel].link_index]
-                cost = link.latency_s + _TYPICAL_BYTES / link.bandwidth_bytes_per_s
-                heapq.heappush(heap, (seconds + cost, next(order), neighbour, (*channels, channel)))
-        raise ConfigurationError(
-            f"the cluster has no links from {begin!r} to {end!r}; add a Link between them, or between each and a switch"
-        )
+                if neighbour not in tree:
+                    link = links[self.channels[channel].link_index]
+                    cost = link.latency_s + _TYPICAL_BYTES / link.bandwidth_bytes_per_s
+                    heapq.heappush(heap, (seconds + cost, next(order), neighbour, point, channel))
+        return tree
 
 
 def max_min_rates(routes: Sequence[Sequence[int]], bandwidths: Sequence[float]) -> list[float]:

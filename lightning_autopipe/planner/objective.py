@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from lightning_autopipe.core.cluster import Device
 from lightning_autopipe.core.errors import PlanError
@@ -14,7 +13,7 @@ from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.planner.cost import CostModel
 from lightning_autopipe.planner.links import LinkNetwork, Route
 from lightning_autopipe.planner.memory import StageMemory, stage_memory
-from lightning_autopipe.planner.reduction import Reduction, step_end_reductions
+from lightning_autopipe.planner.reduction import GradientBytes, Reduction, step_end_reductions
 from lightning_autopipe.planner.replica import Cuts, Depths, ReplicaPrices
 from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
@@ -83,8 +82,7 @@ class Objective:
         """Whether messages between unlike pairs of ranks meet on a link, so that `step_s` may be too short."""
         self._replicas = self._price_replicas()
         self._unlike = tuple(dict.fromkeys(self._replicas))
-        layers = setting.cost.profile.layers
-        self._trainable = list(accumulate((layer.trainable_bytes for layer in layers), initial=0))
+        self._gradients = GradientBytes(setting.cost)
         self._rings: dict[tuple[int, ...], list[Route]] = {}
         self._memories: dict[tuple[int, int], StageMemory] = {}
         has_optimizer = any(replica.has_optimizer for replica in self._unlike)
@@ -135,7 +133,7 @@ class Objective:
         for ranks, replica in zip(self._ranks, self._replicas, strict=True):
             ready.update(zip(ranks, ends[replica], strict=True))
         tied_bytes = self._tied_bytes(cuts)
-        for reduction in step_end_reductions(self._ranks, tied_bytes.items(), self._reduced_bytes(cuts)):
+        for reduction in step_end_reductions(self._ranks, tied_bytes.items(), self._gradients.of_stages(cuts)):
             end = max(ready[rank] for rank in reduction.members) + self._ring_s(reduction)
             ready.update(dict.fromkeys(reduction.members, end))
         if self.setting.exchange_s:
@@ -174,11 +172,12 @@ class Objective:
         Returns:
             By stage, prefix sums of what layers add; and by stage the price of beginning at each layer.
         """
-        rest = max(self.setting.num_microbatches) - 1
-        weights = self._of_slowest(
-            lambda replica, stage_index: replica.weights(stage_index, max(0, rest - depths[stage_index]), rest)
-        )
-        return weights, self._of_slowest(lambda replica, stage_index: replica.entries(stage_index))
+
+        def adds(replica: ReplicaPrices, stage_index: int) -> list[float]:
+            rest = replica.num_microbatches - 1
+            return replica.weights(stage_index, max(0, rest - depths[stage_index]), rest)
+
+        return self._of_slowest(adds), self._of_slowest(lambda replica, stage_index: replica.entries(stage_index))
 
     def _of_slowest(self, prices: Callable[[ReplicaPrices, int], list[float]]) -> list[list[float]]:
         stages = range(self.setting.num_stages)
@@ -189,17 +188,6 @@ class Objective:
     def _tied_bytes(self, cuts: Cuts) -> dict[tuple[int, ...], int]:
         cost = self.setting.cost
         return cost.tied_bytes(Partition(cut_points=cuts, num_layers=self.num_layers)) if cost.ties else {}
-
-    def _reduced_bytes(self, cuts: Cuts) -> list[int]:
-        """Bytes of the gradients that the replicas of each stage sum: those that no other stage shares."""
-        reduced = [
-            self._trainable[stop] - self._trainable[start] for start, stop in pairwise((0, *cuts, self.num_layers))
-        ]
-        for layers, num_bytes in self.setting.cost.ties:
-            stages = {bisect_right(cuts, layer) for layer in layers}
-            if len(stages) > 1:
-                reduced[min(stages)] -= num_bytes
-        return reduced
 
     def _ring_s(self, reduction: Reduction) -> float:
         routes = self._rings.get(reduction.members)
@@ -254,7 +242,7 @@ class Objective:
     def _stage_work(self, replica: ReplicaPrices, cuts: Cuts) -> tuple[StageWork, ...]:
         cost, size = self.setting.cost, self.setting.microbatch_size
         edges = (0, *cuts, self.num_layers)
-        optimizer_s, reduced_bytes = replica.optimizer_s(cuts), self._reduced_bytes(cuts)
+        optimizer_s, reduced_bytes = replica.optimizer_s(cuts), self._gradients.of_stages(cuts)
         work = []
         for stage_index, (forward_s, backward_s) in enumerate(replica.stage_s(cuts)):
             start, stop = edges[stage_index], edges[stage_index + 1]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from lightning_autopipe.planner.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +58,25 @@ def step_end_reductions(
             for stage, num_bytes in enumerate(reduced_bytes)
         ]
     return [reduction for reduction in found if reduction.num_bytes > 0]
+
+
+class GradientBytes:
+    """Bytes of the gradients that the replicas of each stage sum.
+
+    Args:
+        cost: of the layers.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self._num_layers, self._ties = cost.num_layers, cost.ties
+        self._trainable = list(accumulate((layer.trainable_bytes for layer in cost.profile.layers), initial=0))
+
+    def of_stages(self, cuts: tuple[int, ...]) -> list[int]:
+        """By stage, those that no other stage shares."""
+        trainable = self._trainable
+        reduced = [trainable[stop] - trainable[start] for start, stop in pairwise((0, *cuts, self._num_layers))]
+        for layers, num_bytes in self._ties:
+            stages = {bisect_right(cuts, layer) for layer in layers}
+            if len(stages) > 1:
+                reduced[min(stages)] -= num_bytes
+        return reduced

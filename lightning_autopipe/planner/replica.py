@@ -80,32 +80,10 @@ class ReplicaPrices:
         )
 
     def bound_s(self, cuts: Cuts, depths: Depths) -> float:
-        """What forwards and backwards take at least: the longest of some paths that each of them has on every stage.
-
-        - Micro-batch 0 goes through all stages and back. Before its backward ends here, w + 1 forwards can have run;
-          the others, and M - 1 backwards, follow.
-        - The stage computes all the time between the first forward's arrival and the last backward's leaving.
-        - Forward k + w + 1 begins after backward k, and between a forward and its backward lies the way to the last
-          stage and back: M / (w + 1) such round trips.
-        """
-        stages = self.stage_s(cuts)
+        """What forwards and backwards take at least; see `pipeline_bound_s`."""
         out, back = self._hops(cuts)
         crossings = [sum(there) + sum(returned) for there, returned in zip(out, back, strict=True)] or [0.0] * len(cuts)
-        crossings.append(0.0)
-        total = round_trip = sum(forward + backward for forward, backward in stages) + sum(crossings)
-        before = bound = 0.0
-        rest = self.num_microbatches - 1
-        for (forward, backward), depth, crossing in zip(stages, depths, crossings, strict=True):
-            num_rounds, num_more = divmod(rest, depth + 1)
-            bound = max(
-                bound,
-                total + rest * backward + max(0, rest - depth) * forward,
-                before + (rest + 1) * (forward + backward),
-                before + num_more * forward + (num_rounds + 1) * round_trip,
-            )
-            before += forward + backward + crossing
-            round_trip -= forward + backward + crossing
-        return bound
+        return pipeline_bound_s(self.stage_s(cuts), crossings, depths, self.num_microbatches)
 
     def weights(self, stage_index: int, forwards: float, backwards: float) -> list[float]:
         """Prefix sums over the layers of so many forwards and backwards on a stage."""
@@ -125,6 +103,39 @@ class ReplicaPrices:
         out = [hops[cut] for hops, cut in zip(self._out, cuts, strict=True)]
         back = [hops[cut] for hops, cut in zip(self._back, cuts, strict=True)]
         return out, back
+
+
+def pipeline_bound_s(
+    stages: Sequence[tuple[float, float]], crossings: Sequence[float], depths: Depths, num_microbatches: int
+) -> float:
+    """What 1F1B takes at least: the longest of some paths that a step has on every stage.
+
+    - Micro-batch 0 goes through all stages and back. Before its backward ends here, w + 1 forwards can have run;
+      the others, and M - 1 backwards, follow.
+    - The stage computes all the time between the first forward's arrival and the last backward's leaving.
+    - Forward k + w + 1 begins after backward k, and between a forward and its backward lies the way to the last
+      stage and back: M / (w + 1) such round trips.
+
+    Args:
+        stages: seconds of forward and backward of one micro-batch.
+        crossings: what one micro-batch takes there and back, by boundary.
+        depths: of the warm-up.
+        num_microbatches: M.
+    """
+    total = round_trip = sum(forward + backward for forward, backward in stages) + sum(crossings)
+    before = bound = 0.0
+    rest = num_microbatches - 1
+    for (forward, backward), depth, crossing in zip(stages, depths, (*crossings, 0.0), strict=True):
+        num_rounds, num_more = divmod(rest, depth + 1)
+        bound = max(
+            bound,
+            total + rest * backward + max(0, rest - depth) * forward,
+            before + (rest + 1) * (forward + backward),
+            before + num_more * forward + (num_rounds + 1) * round_trip,
+        )
+        before += forward + backward + crossing
+        round_trip -= forward + backward + crossing
+    return bound
 
 
 def _hop(route: Route, num_bytes: float) -> Hop:
