@@ -1,0 +1,25 @@
+"""Writes files whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning_autopipe.core.errors import ConfigurationError
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file (text as UTF-8) so that no reader ever sees half of it; makes its folder where it is missing.
+
+    Raises:
+        ConfigurationError: the file cannot be written; what was there before is untouched.
+    """
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigurationError(f"{target}: cannot be written: {error.strerror or error}") from error
