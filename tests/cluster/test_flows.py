@@ -58,6 +58,12 @@ def test_a_line_is_found_exactly_and_outliers_do_not_move_it() -> None:
     assert fit_flow(times, round_trip_s=3e-4).latency_s == 1.5e-4
 
 
+def test_an_error_of_the_largest_message_leaves_the_latency() -> None:
+    fitted = fit_flow({1000: [1.01e-4], 1_000_000: [1.1e-3], 100_000_000: [1.05 * 0.1001]})
+    assert fitted.latency_s == pytest.approx(1e-4, rel=0.01)
+    assert fitted.bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.05)
+
+
 def test_noise_gives_no_negative_figures() -> None:
     assert fit_flow({1000: [2.0], 2000: [1.0]}) == FlowTime(latency_s=0.0, bandwidth_bytes_per_s=2000.0)
     assert fit_flow({1000: [0.1], 2000: [1.0]}).latency_s == 0.0
