@@ -60,14 +60,16 @@ def measured_topology(topology: ClusterTopology, measured: Sequence[MeasuredRoun
     for each in measured:
         if each.round.name == "alone":
             times.update(zip(each.round.flows, each.times, strict=True))
+    insides = {server: _inside(topology.server_ranks(server), server, times, measured) for server in topology.servers}
+    # What a flow between servers spends before it has left one and after it has entered the other.
+    inner_latency_s = {link.a: link.latency_s for inside in insides.values() for link in inside}
     links: list[Link] = []
-    for server in topology.servers:
-        inside = _inside(topology.server_ranks(server), server, times, measured)
+    for server, inside in insides.items():
         described, ways_out, at = _described(topology, server)
         if inside:
             at = server
         links.extend(inside or described)
-        network = _network(topology, server, times, measured)
+        network = _network(topology, server, times, measured, inner_latency_s)
         if network is not None:
             links.append(replace(network, a=at))
         elif ways_out:
@@ -109,7 +111,11 @@ def _inside(
 
 
 def _network(
-    topology: ClusterTopology, server: str, times: Mapping[Flow, FlowTime], measured: Sequence[MeasuredRound]
+    topology: ClusterTopology,
+    server: str,
+    times: Mapping[Flow, FlowTime],
+    measured: Sequence[MeasuredRound],
+    inner_latency_s: Mapping[str, float],
 ) -> Link | None:
     ranks = topology.server_ranks(server)
     across = {flow: time for flow, time in times.items() if (flow.sender in ranks) != (flow.receiver in ranks)}
@@ -117,13 +123,11 @@ def _network(
         return None
     others = set(range(topology.world_size)) - set(ranks)
     together = _together(measured, ranks, others) + _together(measured, others, ranks)
-    return _link(
-        server,
-        NETWORK_POINT,
-        max(together),
-        min(time.latency_s for time in across.values()) / 2,
-        _duplex(measured, across),
+    latency_s = min(
+        time.latency_s - sum(inner_latency_s.get(rank_point(rank), 0.0) for rank in (flow.sender, flow.receiver))
+        for flow, time in across.items()
     )
+    return _link(server, NETWORK_POINT, max(together), max(0.0, latency_s / 2), _duplex(measured, across))
 
 
 def _together(measured: Iterable[MeasuredRound], senders: Container[int], receivers: Container[int]) -> list[float]:

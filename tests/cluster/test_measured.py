@@ -69,6 +69,8 @@ def test_a_network_gets_what_all_flows_of_a_server_get_together() -> None:
     cluster = load_topology(find_cluster_file("slow_network"))
     measured = measured_topology(without_links(cluster), ideal_measurement(cluster))
     agree(cluster, measured, [(0, 1), (2, 3), (0, 2), (3, 1)])
+    assert LinkNetwork(measured).route(0, 3).latency_s == pytest.approx(2 * 50e-6 + 2 * 200e-6)
+    assert LinkNetwork(measured).route(0, 1).latency_s == pytest.approx(2 * 50e-6)
     assert [link.bandwidth_bytes_per_s for link in measured.links if link.b == "network"] == [25e6, 25e6]
     wide = ClusterTopology(
         devices=cluster.devices,
