@@ -104,11 +104,12 @@ class PartitionSearch:
             self.look_around(self.starts())
         return self.choice(is_exact=is_exact)
 
-    def choice(self, *, is_exact: bool) -> PartitionChoice:
+    def choice(self, *, is_exact: bool, num_finalists: int = _NUM_FINALISTS) -> PartitionChoice:
         """The best partition so far.
 
         Args:
             is_exact: whether all were looked at, so that as many are simulated with shared links as could be best.
+            num_finalists: how many are simulated with shared links where not all were looked at.
 
         Raises:
             ConfigurationError: none was found that fits the memory.
@@ -116,7 +117,7 @@ class PartitionSearch:
         if self.overflow_bytes:
             raise ConfigurationError(self._why_nothing_fits())
         if self.objective.shares_links:
-            self._simulate_finalists(len(self._steps) if is_exact else _NUM_FINALISTS)
+            self._simulate_finalists(len(self._steps) if is_exact else num_finalists)
         return PartitionChoice(
             partition=Partition(cut_points=self.best, num_layers=self.num_layers),
             depths=self.depths,

@@ -1,0 +1,262 @@
+"""Chooses which device runs which stage of which replica, together with the partition and the replicas' shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations, islice
+
+from lightning_autopipe.core.cluster import ClusterTopology
+from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.mapping import DeviceMapping
+from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.planner.mapping_bound import Candidate
+from lightning_autopipe.planner.mapping_prices import MappingPrices
+from lightning_autopipe.planner.mapping_search import MappingSearch
+from lightning_autopipe.planner.mapping_setting import MappingSetting
+from lightning_autopipe.planner.objective import Objective, PipelineSetting
+from lightning_autopipe.planner.partitioner import PartitionSearch
+from lightning_autopipe.planner.placements import Grid, launcher_placement, placements
+from lightning_autopipe.planner.replica import Cuts
+from lightning_autopipe.planner.symmetry import distinct_orders
+
+EFFORT_PER_DEVICE = 6_000
+"""Stages and hops that a search for exchanges may price, for each device of the cluster."""
+PARTITION_EFFORT = 400_000
+"""Actions that may be gone through for the partition of one mapping."""
+MAX_EXACT = 2_000
+"""Mappings times partitions up to which all are looked at."""
+_MAX_EXACT_DEVICES = 8
+_MAX_ORDERS = 200
+"""Orders of few devices that are all looked at, with the cuts that suit them."""
+_NUM_IMPROVED = 3
+"""Placements from which devices are exchanged."""
+_NUM_ROUNDS = 3
+"""Of partition and exchanges in turn."""
+_MAX_SIMULATED = 3_000_000
+"""Actions times devices up to which a mapping is simulated; above, steps are predicted as if no links were shared."""
+_SAME = 1 + 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappingChoice:
+    """Devices for stages, layers for stages, and micro-batches for replicas."""
+
+    mapping: DeviceMapping
+    partition: Partition
+    setting: PipelineSetting
+    """With the devices in their places, and the micro-batches of each replica."""
+    step_s: float
+    """Seconds of a step, simulated."""
+    free_step_s: float
+    """Of the best mapping that was found where rank 0 may run any stage, or none."""
+    lower_bound_s: float
+    """What no mapping of these devices can be below."""
+    is_exact: bool
+    """Whether no other mapping with any other partition is better."""
+    is_simulated: bool
+    """Whether `step_s` counts that transfers share links; it does but for very many devices."""
+    num_scored: int
+    """Mappings that were looked at."""
+    idle_ranks: tuple[int, ...]
+    """Ranks that run nothing."""
+
+    @property
+    def num_microbatches(self) -> tuple[int, ...]:
+        """Of each replica."""
+        return self.setting.num_microbatches
+
+    @property
+    def rank_0_costs(self) -> float:
+        """By what share the step is longer because rank 0 runs the last stage of replica 0; 0.1 is a tenth."""
+        return self.step_s / self.free_step_s - 1 if self.free_step_s else 0.0
+
+
+def choose_mapping(
+    setting: MappingSetting,
+    *,
+    effort: int | None = None,
+    partition_effort: int = PARTITION_EFFORT,
+    max_exact: int = MAX_EXACT,
+    fold: bool = True,
+) -> MappingChoice:
+    """The mapping, with its partition and shares of micro-batches, that has the shortest simulated step.
+
+    Up to 8 devices and where there are few mappings and partitions, all are looked at, those with the least bounds
+    first. Else placements are compared by their bound with the cuts that suit each; from the best ones devices are
+    exchanged; for those the partition is searched, and devices exchanged again for it; what is best then is simulated.
+
+    Args:
+        setting: what is given.
+        effort: stages and hops that may be priced in exchanges; None: in proportion to the number of devices.
+        partition_effort: actions that may be gone through for each partition.
+        max_exact: number of mappings times partitions up to which all are looked at.
+        fold: whether alike devices are folded together; without, the same is found more slowly.
+
+    Raises:
+        ConfigurationError: there are more stages than layers or nothing was found that fits the memory; no links lead
+            from one device to another.
+    """
+    if setting.num_stages > setting.cost.num_layers:
+        raise ConfigurationError(
+            f"{setting.num_stages} stages for {setting.cost.num_layers} layers: each stage owns at least one; set "
+            "fewer stages (num_stages)"
+        )
+    if effort is None:
+        effort = EFFORT_PER_DEVICE * setting.topology.world_size
+    chooser = _Chooser(setting, effort, partition_effort, max_exact, fold)
+    best = chooser.best(keeps_rank_0=True)
+    free = chooser.best(keeps_rank_0=False, start=best)
+    return chooser.choice(best, min(best.step_s, free.step_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    grid: Grid
+    cuts: Cuts
+    shares: tuple[int, ...]
+    step_s: float
+    is_exact: bool = False
+    is_simulated: bool = True
+
+
+class _Chooser:
+    def __init__(self, setting: MappingSetting, effort: int, partition_effort: int, max_exact: int, fold: bool) -> None:
+        self._setting, self._effort, self._partition_effort = setting, effort, partition_effort
+        self._max_exact, self._fold = max_exact, fold
+        self._prices = MappingPrices(setting)
+        self._num_scored = 0
+
+    def best(self, *, keeps_rank_0: bool, start: _Found | None = None) -> _Found:
+        """The best mapping; where rank 0 may be anywhere, also from the best one with rank 0 in its place."""
+        orders = self._few_orders(keeps_rank_0)
+        num_layers, num_stages = self._setting.cost.num_layers, self._setting.num_stages
+        if orders is not None and len(orders) * math.comb(num_layers - 1, num_stages - 1) <= self._max_exact:
+            return self._best_of_all(orders)
+        search = MappingSearch(prices=self._prices, keeps_rank_0=keeps_rank_0, fold=self._fold)
+        if start is not None:
+            # With all devices alike, or the best one already found, that costs nothing more than this.
+            starts = [search.evaluated(start.grid, start.cuts)]
+            effort = self._effort // 2
+        else:
+            starts = []
+            effort = self._effort // _NUM_IMPROVED
+        grids = list(placements(self._setting.topology, num_stages, self._setting.num_replicas).values())
+        if orders is not None and len(orders) <= _MAX_ORDERS:
+            grids += orders
+        starts += search.best_of(grids, 1 if start else _NUM_IMPROVED)
+        improved = [search.improved(candidate, effort=effort) for candidate in starts]
+        launcher = search.evaluated(launcher_placement(num_stages, self._setting.num_replicas))
+        unlike = {candidate.grid: candidate for candidate in ([*improved] if start else [*improved, launcher])}
+        found = [self._settled(search, candidate) for candidate in unlike.values()]
+        self._num_scored += search.num_scored
+        fitting = [one for one in found if one is not None]
+        if start is not None:
+            fitting.append(start)
+        if not fitting:
+            return self._refuse(improved[0])
+        return min(fitting, key=lambda one: one.step_s)
+
+    def _few_orders(self, keeps_rank_0: bool) -> list[Grid] | None:
+        """All mappings without those that mirror others; None where they are many."""
+        setting = self._setting
+        num_stages, num_replicas = setting.num_stages, setting.num_replicas
+        if setting.topology.world_size > _MAX_EXACT_DEVICES:
+            return None
+        most = max(_MAX_ORDERS, self._max_exact // math.comb(setting.cost.num_layers - 1, num_stages - 1))
+        orders = _grids(setting.topology, num_stages, num_replicas, fold=self._fold, first=0 if keeps_rank_0 else None)
+        found = list(islice(orders, most + 1))
+        return found if len(found) <= most else None
+
+    def _best_of_all(self, grids: list[Grid]) -> _Found:
+        setting, prices = self._setting, self._prices
+        search = MappingSearch(prices=prices, keeps_rank_0=False, fold=self._fold)
+        candidates = sorted(
+            (
+                search.evaluated(grid, cuts)
+                for grid in grids
+                for cuts in combinations(range(1, setting.cost.num_layers), setting.num_stages - 1)
+            ),
+            key=lambda candidate: candidate.score[:2],
+        )
+        self._num_scored += search.num_scored
+        best: _Found | None = None
+        for candidate in candidates:
+            if best is not None and candidate.score[1] > best.step_s * _SAME:
+                break
+            objective = Objective(setting.pipelines(candidate.grid, candidate.shares))
+            if objective.overflow_bytes(candidate.cuts, setting.depths):
+                continue
+            step_s = objective.predicted_s(candidate.cuts, setting.depths)
+            if best is None or step_s < best.step_s:
+                best = _Found(
+                    grid=candidate.grid, cuts=candidate.cuts, shares=candidate.shares, step_s=step_s, is_exact=True
+                )
+        return best if best is not None else self._refuse(candidates[0])
+
+    def _settled(self, search: MappingSearch, candidate: Candidate) -> _Found | None:
+        """The best partition for a mapping, and the best mapping for that, in turn."""
+        best: _Found | None = None
+        for _ in range(_NUM_ROUNDS):
+            found = self._partitioned(candidate)
+            if found is None or (best is not None and found.step_s * _SAME >= best.step_s):
+                break
+            best = found
+            start = search.evaluated(found.grid, found.cuts)
+            candidate = search.improved(start, effort=self._effort // 4, keeps_cuts=True)
+            if candidate.grid == found.grid and candidate.shares == found.shares:
+                break
+        return best
+
+    def _partitioned(self, candidate: Candidate) -> _Found | None:
+        setting = self._setting
+        objective = Objective(setting.pipelines(candidate.grid, candidate.shares))
+        partitions = PartitionSearch(objective, setting.depths, effort=self._partition_effort)
+        partitions.look_around([candidate.cuts, *partitions.bound_starts()])
+        if partitions.overflow_bytes:
+            return None
+        num_actions = 2 * setting.num_stages * setting.num_microbatches
+        is_simulated = num_actions * setting.topology.world_size <= _MAX_SIMULATED or not objective.shares_links
+        cuts, step_s = partitions.best, partitions.step_s
+        if is_simulated:
+            choice = partitions.choice(is_exact=False, num_finalists=2)
+            cuts, step_s = choice.partition.cut_points, choice.step_s
+        return _Found(grid=candidate.grid, cuts=cuts, shares=candidate.shares, step_s=step_s, is_simulated=is_simulated)
+
+    def _refuse(self, candidate: Candidate) -> _Found:
+        """Raises what the partitioner says of a mapping for which nothing fits."""
+        objective = Objective(self._setting.pipelines(candidate.grid, candidate.shares))
+        search = PartitionSearch(objective, self._setting.depths, effort=self._partition_effort)
+        search.run()
+        raise ConfigurationError("no mapping was found that fits the devices' memory; set more stages (num_stages)")
+
+    def choice(self, best: _Found, free_step_s: float) -> MappingChoice:
+        """What is told of the best mapping."""
+        setting = self._setting
+        mapping = DeviceMapping(stage_ranks=tuple(zip(*best.grid, strict=True)))
+        return MappingChoice(
+            mapping=mapping,
+            partition=Partition(cut_points=best.cuts, num_layers=setting.cost.num_layers),
+            setting=setting.pipelines(best.grid, best.shares),
+            step_s=best.step_s,
+            free_step_s=free_step_s,
+            lower_bound_s=self._prices.lower_bound_s(),
+            is_exact=best.is_exact,
+            is_simulated=best.is_simulated,
+            num_scored=self._num_scored,
+            idle_ranks=mapping.idle_ranks(setting.topology.world_size),
+        )
+
+
+def _grids(
+    topology: ClusterTopology, num_stages: int, num_replicas: int, *, fold: bool, first: int | None
+) -> Iterator[Grid]:
+    """All mappings; of those that differ by exchanges of alike devices or by turning the ring of replicas, one.
+
+    The order of replicas is that of the ring that sums their gradients, so it counts, but not where it begins.
+    """
+    for order in distinct_orders(topology, num_stages * num_replicas, fold=fold, first=first):
+        grid = tuple(tuple(reversed(order[begin : begin + num_stages])) for begin in range(0, len(order), num_stages))
+        if first is not None or not fold or order[0] == min(ranks[-1] for ranks in grid):
+            yield grid

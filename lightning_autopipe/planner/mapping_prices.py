@@ -1,0 +1,270 @@
+"""Prices of the parts of a mapping: a replica on its devices, and a ring of a stage's replicas."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_autopipe.planner.cost import Work
+from lightning_autopipe.planner.links import Route
+from lightning_autopipe.planner.mapping_setting import MappingSetting
+from lightning_autopipe.planner.memory import stage_memory
+from lightning_autopipe.planner.placements import Grid
+from lightning_autopipe.planner.reduction import GradientBytes, Reduction
+from lightning_autopipe.planner.replica import Cuts, pipeline_bound_s
+from lightning_autopipe.planner.shares import share_microbatches
+
+Loads = tuple[tuple[int, float], ...]
+"""Channels, and the seconds for which each is occupied in a step."""
+
+_NUM_HALVINGS = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPrice:
+    """What one replica takes at least, and its loads of links."""
+
+    end_s: tuple[float, ...]
+    """Before when no stage has computed everything."""
+    optimizer_s: tuple[float, ...]
+    loads: Loads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingPrice:
+    """What the sum of one stage's gradients takes at least, and its loads of links."""
+
+    seconds: float
+    loads: Loads
+
+
+class MappingPrices:
+    """Prices parts of mappings by sums over layers that are made once for each kind of device.
+
+    Args:
+        setting: what is given.
+    """
+
+    def __init__(self, setting: MappingSetting) -> None:
+        self.setting = setting
+        self._num_layers = setting.cost.num_layers
+        cost, size = setting.cost, setting.microbatch_size
+        devices = setting.topology.devices
+        kinds = {(device.model, device.relative_speed): device for device in devices}
+        numbers = {kind: number for number, kind in enumerate(kinds)}
+        self.kinds = tuple(numbers[device.model, device.relative_speed] for device in devices)
+        """By rank, a number; equal ones take equally long for everything."""
+        works = (Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER)
+        self._prefixes = [
+            [cost.prefix_s(work, device=device, microbatch_size=size) for work in works] for device in kinds.values()
+        ]
+        cuts = range(self._num_layers + 1)
+        self._sent = [cost.sent_bytes(cut, microbatch_size=size) for cut in cuts]
+        self._returned = [cost.gradient_bytes(cut, microbatch_size=size) for cut in cuts]
+        self._gradients = GradientBytes(cost)
+        self._bandwidths = [channel.bandwidth_bytes_per_s for channel in setting.network.channels]
+        self._stage_bytes: dict[tuple[int, int], list[int]] = {}
+        self._weights: dict[tuple[int, int, int], list[float]] = {}
+        self._entries: dict[tuple[Route, Route], list[float]] = {}
+        self.num_priced = 0
+        """Stages and hops that were gone through: what a search has cost so far."""
+
+    @property
+    def num_channels(self) -> int:
+        """Directions of links."""
+        return len(self._bandwidths)
+
+    def replica(self, ranks: Sequence[int], cuts: Cuts, num_microbatches: int) -> ReplicaPrice:
+        """A replica's price with these devices, stage by stage."""
+        stages, crossings, loads, optimizer_s, out_s = [], [], [], [], [0.0]
+        route = self.setting.network.route
+        edges = (0, *cuts, self._num_layers)
+        self.num_priced += len(ranks)
+        for rank, (start, stop) in zip(ranks, pairwise(edges), strict=True):
+            forward, backward, optimizer = self._prefixes[self.kinds[rank]]
+            stages.append((forward[stop] - forward[start], backward[stop] - backward[start]))
+            optimizer_s.append(optimizer[stop] - optimizer[start])
+        for cut, (a, b) in zip(cuts, pairwise(ranks), strict=True):
+            there, back = route(a, b), route(b, a)
+            sent, returned = self._sent[cut], self._returned[cut]
+            there_s = _message_s(there, sent)
+            crossings.append(there_s + _message_s(back, returned))
+            out_s.append(there_s)
+            loads += self._occupied(there, num_microbatches * sent)
+            loads += self._occupied(back, num_microbatches * returned)
+        end_s, before = [], 0.0
+        for (forward_s, backward_s), arrives_s in zip(stages, out_s, strict=True):
+            before += arrives_s
+            end_s.append(before + num_microbatches * (forward_s + backward_s))
+            before += forward_s
+        # All gradients end at the first stage.
+        end_s[0] = pipeline_bound_s(stages, crossings, self.setting.depths, num_microbatches)
+        return ReplicaPrice(end_s=tuple(end_s), optimizer_s=tuple(optimizer_s), loads=tuple(loads))
+
+    def rings(self, grid: Sequence[Sequence[int]], cuts: Cuts, stages: Sequence[int]) -> list[RingPrice]:
+        """The price of some stages' sums of gradients."""
+        if len(grid) == 1:
+            return [RingPrice(seconds=0.0, loads=())] * len(stages)
+        reduced_bytes = self._gradients.of_stages(cuts)
+        found = []
+        self.num_priced += len(stages) * len(grid)
+        for stage_index in stages:
+            members = tuple(ranks[stage_index] for ranks in grid)
+            ring = Reduction(is_tie=False, members=members, num_bytes=reduced_bytes[stage_index])
+            hop_bytes, num_rounds, seconds, loads = ring.hop_bytes, ring.num_rounds, 0.0, []
+            if hop_bytes > 0:
+                for hop in ring.hops:
+                    route = self.setting.network.route(*hop)
+                    seconds = max(seconds, route.occupied_s(hop_bytes) + num_rounds * route.latency_s)
+                    loads += self._occupied(route, hop_bytes)
+            found.append(RingPrice(seconds=seconds, loads=tuple(loads)))
+        return found
+
+    def overflow_bytes(self, grid: Sequence[Sequence[int]], cuts: Cuts, shares: Sequence[int]) -> int:
+        """By how much all stages together exceed their devices' memory."""
+        devices, depths = self.setting.topology.devices, self.setting.depths
+        overflow = 0
+        for stage_index, (start, stop) in enumerate(pairwise((0, *cuts, self._num_layers))):
+            peaks = self._peaks(start, stop, depths[stage_index])
+            for ranks, number in zip(grid, shares, strict=True):
+                lacking = peaks[min(depths[stage_index] + 1, number)] - devices[ranks[stage_index]].memory_bytes
+                if lacking > 0:
+                    overflow += lacking
+        return overflow
+
+    def lower_bound_s(self) -> float:
+        """What no mapping can be below: all work shared perfectly, and one micro-batch where each layer is fastest."""
+        setting = self.setting
+        by_kind = [
+            [f1 - f0 + b1 - b0 for (f0, f1), (b0, b1) in zip(pairwise(forward), pairwise(backward), strict=True)]
+            for forward, backward, _ in self._prefixes
+        ]
+        reference = by_kind[0]
+        # A device is as fast as on the layer that it is fastest at.
+        speeds = [
+            max((ours / its for ours, its in zip(reference, layers, strict=True) if its > 0), default=0.0)
+            for layers in by_kind
+        ]
+        needed = setting.num_stages * setting.num_replicas
+        speed = sum(sorted((speeds[kind] for kind in self.kinds), reverse=True)[:needed])
+        shared_s = setting.num_microbatches * sum(reference) / speed if speed else 0.0
+        return max(shared_s, sum(map(min, *by_kind, by_kind[0]))) + setting.exchange_s
+
+    # Cuts and shares for a grid ---------------------------------------------
+
+    def shares(self, grid: Sequence[Sequence[int]], cuts: Cuts) -> tuple[int, ...]:
+        """Micro-batches of each replica, by the time that each takes for one."""
+        route, edges = self.setting.network.route, (0, *cuts, self._num_layers)
+        fills, periods = [], []
+        self.num_priced += len(grid) * len(edges)
+        for ranks in grid:
+            fill = period = 0.0
+            for rank, (start, stop) in zip(ranks, pairwise(edges), strict=True):
+                forward, backward, _ = self._prefixes[self.kinds[rank]]
+                seconds = forward[stop] - forward[start] + backward[stop] - backward[start]
+                fill += seconds
+                period = max(period, seconds)
+            for cut, (a, b) in zip(cuts, pairwise(ranks), strict=True):
+                for way, num_bytes in ((route(a, b), self._sent[cut]), (route(b, a), self._returned[cut])):
+                    fill += _message_s(way, num_bytes)
+                    period = max(period, way.occupied_s(num_bytes))
+            fills.append(fill)
+            periods.append(period)
+        return share_microbatches(self.setting.num_microbatches, fills, periods)
+
+    def even_shares(self) -> tuple[int, ...]:
+        """As equal as they can be."""
+        each, more = divmod(self.setting.num_microbatches, self.setting.num_replicas)
+        return tuple(each + (index < more) for index in range(self.setting.num_replicas))
+
+    def cuts(self, grid: Grid, shares: Sequence[int]) -> Cuts:
+        """Cuts with which no stage adds much more to the step than it must: min-max by halving what it may add.
+
+        A stage takes layers as long as it stays below, found by bisection in sums over the layers; crossings count
+        where a stage begins. O(n log L) for each try: a mapping is compared with others in less than a millisecond.
+        """
+        weights, entries = self._stage_weights(grid, shares)
+        self.num_priced += (_NUM_HALVINGS // 3 + len(grid)) * len(weights)
+        low, high = 0.0, max(weight[-1] + max(entry) for weight, entry in zip(weights, entries, strict=True))
+        best = self._filled(weights, entries, high)
+        assert best is not None
+        for _ in range(_NUM_HALVINGS):
+            middle = (low + high) / 2
+            cuts = self._filled(weights, entries, middle)
+            if cuts is None:
+                low = middle
+            else:
+                best, high = cuts, middle
+        return best
+
+    def _filled(self, weights: list[list[float]], entries: list[list[float]], limit: float) -> Cuts | None:
+        num_stages, num_layers, cuts, start = len(weights), self._num_layers, [], 0
+        for stage_index, (weight, entry) in enumerate(zip(weights, entries, strict=True), start=1):
+            last = num_layers - (num_stages - stage_index)  # each later stage owns a layer
+            most = weight[start] + limit - entry[start]
+            stop = bisect_right(weight, most, start, last + 1) - 1
+            if stop <= start:
+                return None
+            cuts.append(stop)
+            start = stop
+        return tuple(cuts[:-1]) if start == num_layers else None
+
+    def _stage_weights(self, grid: Grid, shares: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
+        """By stage, what layers add on the replica where they add most, and what beginning at each layer takes."""
+        depths, network = self.setting.depths, self.setting.network
+        weights, entries = [], []
+        for stage_index, depth in enumerate(depths):
+            kinds = {(self.kinds[ranks[stage_index]], number) for ranks, number in zip(grid, shares, strict=True)}
+            weights.append(max((self._weight(kind, number, depth) for kind, number in kinds), key=_last))
+            if stage_index == 0:
+                entries.append([0.0])
+                continue
+            pairs = {ranks[stage_index - 1 : stage_index + 1] for ranks in grid}
+            ways = {(network.route(a, b), network.route(b, a)) for a, b in pairs}
+            entries.append(max((self._entry(there, back) for there, back in ways), key=max))
+        return weights, entries
+
+    def _weight(self, kind: int, num_microbatches: int, depth: int) -> list[float]:
+        key = (kind, num_microbatches, depth)
+        if key not in self._weights:
+            forward, backward, _ = self._prefixes[kind]
+            backwards, forwards = max(1, num_microbatches - 1), max(0, num_microbatches - 1 - depth)
+            self._weights[key] = [forwards * f + backwards * b for f, b in zip(forward, backward, strict=True)]
+        return self._weights[key]
+
+    def _entry(self, there: Route, back: Route) -> list[float]:
+        if (there, back) not in self._entries:
+            pairs = zip(self._sent, self._returned, strict=True)
+            crossings = [_message_s(there, sent) + _message_s(back, returned) for sent, returned in pairs]
+            self._entries[there, back] = crossings
+        return self._entries[there, back]
+
+    # Links and memory --------------------------------------------------------
+
+    def _occupied(self, route: Route, num_bytes: float) -> list[tuple[int, float]]:
+        return [(channel, num_bytes / self._bandwidths[channel]) for channel in route.channels] if num_bytes else []
+
+    def _peaks(self, start: int, stop: int, depth: int) -> list[int]:
+        """Bytes of a stage by micro-batches in flight, from 0 to one more than the depth."""
+        peaks = self._stage_bytes.get((start, stop), [])
+        if len(peaks) < depth + 2:
+            setting = self.setting
+            memory = stage_memory(
+                setting.cost,
+                range(start, stop),
+                num_microbatches=setting.num_microbatches,
+                microbatch_size=setting.microbatch_size,
+                optimizer_state_ratio=setting.optimizer_state_ratio,
+            )
+            peaks = self._stage_bytes[start, stop] = [memory.peak_bytes(number) for number in range(depth + 2)]
+        return peaks
+
+
+def _message_s(route: Route, num_bytes: float) -> float:
+    return num_bytes / route.bandwidth_bytes_per_s + route.latency_s if num_bytes > 0 else 0.0
+
+
+def _last(values: Sequence[float]) -> float:
+    return values[-1]
