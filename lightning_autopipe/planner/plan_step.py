@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
-from lightning_autopipe.core.cluster import ClusterTopology
+from lightning_autopipe.core.cluster import ClusterTopology, Device
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import DeviceTimes, ModelProfile
@@ -30,7 +31,7 @@ def plan_step(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> 
         ConfigurationError: the cluster has another number of devices, or no links between two that talk.
     """
     layout = plan.layout
-    devices = ()
+    devices: tuple[tuple[Device, ...], ...] = ()
     if cluster is not None:
         if cluster.world_size != layout.world_size:
             raise ConfigurationError(
@@ -57,7 +58,7 @@ def plan_step(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> 
 def boundary_bytes(step: StepWork) -> tuple[tuple[float, float], ...]:
     """For each cut the bytes of a micro-batch's activations and of its gradients."""
     units = [stage.units[0] for stage in step.stages[0]]
-    return tuple((before.sent_bytes, after.gradient_bytes) for before, after in zip(units[:-1], units[1:], strict=True))
+    return tuple((before.sent_bytes, after.gradient_bytes) for before, after in pairwise(units))
 
 
 def _cost(plan: PipelinePlan) -> CostModel:

@@ -1,0 +1,180 @@
+"""``autopipe simulate``: runs a step in simulated time."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from lightning_autopipe.cli.show import assumptions, shown_step
+from lightning_autopipe.cli.timelines import ShownStep, add_file_arguments, step_title, write_files
+from lightning_autopipe.core.cluster import ClusterTopology, Device, Link, rank_point
+from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.core.schedule import Schedule
+from lightning_autopipe.planner.links import LinkNetwork
+from lightning_autopipe.planner.simulator import simulate
+from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
+from lightning_autopipe.schedules import SCHEDULES, draw_grid, get_schedule, one_f_one_b, sliced, sliced_one_f_one_b
+from lightning_autopipe.visualization import timeline_table
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_SCHEDULES = (*SCHEDULES, sliced.NAME)
+_MAX_ACTIONS = 200_000
+_MS = 1e-3
+_OF_NO_PLAN = ("stages", "microbatches", "forward", "backward", "schedule", "depths", "transfer", "optimizer", "sliced")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add this command."""
+    parser = subparsers.add_parser(
+        "simulate",
+        help="simulate the step of a plan, or of a schedule with times that you give",
+        description="Simulates one step of a plan, or of a schedule with times that you give, and shows when each "
+        "stage does what.",
+    )
+    parser.add_argument("plan", nargs="?", metavar="PLAN", help="a plan's JSON file; or leave it out and give:")
+    parser.add_argument("--stages", metavar="N", help="number of stages")
+    parser.add_argument("--microbatches", metavar="M", help="number of micro-batches")
+    parser.add_argument("--forward", metavar="MS", help="milliseconds of a forward; or one number a stage, 10,12,11")
+    parser.add_argument("--backward", metavar="MS", help="the same of a backward; default: twice the forward")
+    parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(_SCHEDULES)}; default: 1f1b")
+    parser.add_argument("--depths", metavar="W,W,…", help="depth of the warm-up of each stage (1f1b)")
+    parser.add_argument("--sliced", metavar="K", help="first micro-batches that are sliced (sliced_1f1b); default: 1")
+    parser.add_argument("--transfer", metavar="MS", help="milliseconds of each message between stages; default: 0")
+    parser.add_argument("--optimizer", metavar="MS", help="milliseconds of the optimizer; default: 0")
+    parser.add_argument("--cluster", metavar="FILE", help="with a plan: a cluster file, or an example's name")
+    add_file_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Simulate, show, and write what was asked for.
+
+    Raises:
+        ConfigurationError: a number is wrong or missing, or a file cannot be written.
+        PlanError: the plan is not there, or wrong.
+    """
+    notes: list[str] = []
+    given = [name for name in _OF_NO_PLAN if getattr(arguments, name) is not None]
+    if arguments.plan is not None:
+        if given:
+            raise ConfigurationError(f"a plan says this itself; leave out --{' --'.join(given)}, or the plan")
+        plan = PipelinePlan.load(arguments.plan)
+        schedule = get_schedule(plan.schedule_name, plan.num_stages, plan.num_microbatches)
+        step = shown_step(plan, arguments.cluster)
+        notes = assumptions(plan, arguments.cluster)
+    else:
+        if arguments.cluster is not None:
+            raise ConfigurationError("--cluster goes with a plan, which says how many bytes are sent; use --transfer")
+        schedule, step = _given_step(arguments)
+    console = Console()
+    console.print(draw_grid(schedule), markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    console.print(timeline_table(step.timeline))
+    for note in notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    write_files(arguments, step)
+
+
+def _given_step(arguments: argparse.Namespace) -> tuple[Schedule, ShownStep]:
+    for name in ("stages", "microbatches", "forward"):
+        if getattr(arguments, name) is None:
+            raise ConfigurationError(f"give a plan, or --stages, --microbatches and --forward; --{name} is missing")
+    num_stages = _whole_number("stages", arguments.stages)
+    num_microbatches = _whole_number("microbatches", arguments.microbatches)
+    if num_stages * num_microbatches > _MAX_ACTIONS:
+        raise ConfigurationError(
+            f"--stages {num_stages} times --microbatches {num_microbatches} is more than {_MAX_ACTIONS}, which takes "
+            "too long; give fewer"
+        )
+    schedule = _schedule(arguments, num_stages, num_microbatches)
+    forward_s = _times_s("forward", arguments.forward, num_stages)
+    backward_s = [2 * seconds for seconds in forward_s]
+    if arguments.backward is not None:
+        backward_s = _times_s("backward", arguments.backward, num_stages)
+    transfer_s, optimizer_s = (
+        _times_s(name, getattr(arguments, name) or "0", 1)[0] for name in ("transfer", "optimizer")
+    )
+    num_bytes = 1.0 if transfer_s else 0.0
+    stages = tuple(
+        StageWork(
+            units=tuple(
+                UnitWork(
+                    forward_s=forward / k,
+                    backward_s=backward / k,
+                    sent_bytes=num_bytes / k,
+                    gradient_bytes=num_bytes / k,
+                )
+                for k in (1, 2)
+            ),
+            optimizer_s=optimizer_s,
+        )
+        for forward, backward in zip(forward_s, backward_s, strict=True)
+    )
+    network = _chain(num_stages, transfer_s) if transfer_s else None
+    timeline = simulate(StepWork(stages=(stages,), schedules=(schedule,), network=network))
+    # Nothing was said about memory.
+    timeline = replace(timeline, peak_bytes=())
+    return schedule, ShownStep(timeline=timeline, title=step_title(schedule.name, num_stages, 1, num_microbatches))
+
+
+def _schedule(arguments: argparse.Namespace, num_stages: int, num_microbatches: int) -> Schedule:
+    name = arguments.schedule or "1f1b"
+    if name not in _SCHEDULES:
+        raise ConfigurationError(f"there is no schedule {name!r}; --schedule is one of {', '.join(_SCHEDULES)}")
+    for option, schedule_name in (("depths", "1f1b"), ("sliced", sliced.NAME)):
+        if getattr(arguments, option) is not None and name != schedule_name:
+            raise ConfigurationError(f"--{option} goes with --schedule {schedule_name}, not with {name}")
+    if name == sliced.NAME:
+        num_sliced = min(1, num_microbatches)
+        if arguments.sliced is not None:
+            num_sliced = _whole_number("sliced", arguments.sliced, minimum=0)
+        return sliced_one_f_one_b(num_stages, num_microbatches, num_sliced_first=num_sliced)
+    if arguments.depths is not None:
+        depths = [_whole_number("depths", text, minimum=0) for text in arguments.depths.split(",")]
+        return one_f_one_b(num_stages, num_microbatches, depths)
+    return get_schedule(name, num_stages, num_microbatches)
+
+
+def _chain(num_stages: int, transfer_s: float) -> LinkNetwork:
+    """A way of its own between each two neighbours, on which a byte takes so long."""
+    ranks = ParallelLayout(num_stages=num_stages).pipeline_ranks(0)
+    devices = tuple(
+        Device(global_rank=rank, server=f"of rank {rank}", model="any", memory_bytes=1) for rank in range(num_stages)
+    )
+    links = tuple(
+        Link(a=rank_point(before), b=rank_point(after), bandwidth_bytes_per_s=1 / transfer_s)
+        for before, after in pairwise(ranks)
+    )
+    return LinkNetwork(ClusterTopology(devices=devices, links=links))
+
+
+def _whole_number(name: str, text: str, *, minimum: int = 1) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = minimum - 1
+    if number < minimum:
+        raise ConfigurationError(f"--{name} must be a whole number >= {minimum}, got {text!r}")
+    return number
+
+
+def _times_s(name: str, text: str, count: int) -> list[float]:
+    """Seconds from milliseconds: one number for all, or one each."""
+    try:
+        times = [float(part) * _MS for part in text.split(",")]
+    except ValueError:
+        times = [math.nan]
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in times):
+        raise ConfigurationError(f"--{name} must be milliseconds >= 0, one number or one a stage, got {text!r}")
+    if len(times) not in (1, count):
+        raise ConfigurationError(f"--{name} gives {len(times)} times for {count}; give one for all, or one each")
+    return times * count if len(times) == 1 else times

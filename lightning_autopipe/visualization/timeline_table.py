@@ -1,0 +1,97 @@
+"""Shows timelines and the use of links as tables."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lightning_autopipe.core.quantities import duration_text, memory_text
+from lightning_autopipe.core.timeline import Timeline
+from lightning_autopipe.visualization.lanes import BarKind, Lane, Ranks, make_lanes
+from lightning_autopipe.visualization.traffic import LinkUse
+
+_MAX_ROWS = 64
+_COMPUTES = (BarKind.FORWARD, BarKind.FORWARD_SLICE, BarKind.BACKWARD, BarKind.BACKWARD_SLICE)
+_REDUCES = (BarKind.TIED_GRADIENTS, BarKind.GRADIENTS)
+
+
+def timeline_table(timeline: Timeline, *, ranks: Ranks = (), max_rows: int = _MAX_ROWS) -> Table:
+    """One row a rank: how long it computes, sums gradients, runs the optimizer, is idle, and the most memory in use.
+
+    Args:
+        timeline: to be shown.
+        ranks: ``ranks[r][s]`` runs stage s of replica r; empty: as the timeline tells.
+        max_rows: how many ranks are shown.
+
+    Raises:
+        PlanError: the timeline does not tell which rank runs what.
+    """
+    lanes = make_lanes(timeline, ranks)
+    has_replicas = any(lane.replica_index for lane in lanes)
+    title = f"step {duration_text(timeline.step_s)}, bubble {100 * timeline.bubble_fraction:.1f} %"
+    table = _table(title)
+    for name in ("stage", *(["replica"] if has_replicas else []), "rank", "computes", "sums gradients", "optimizer"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("idle", "bubble", *(["memory"] if timeline.peak_bytes else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    for lane in lanes[:max_rows]:
+        idle_s = max(0.0, timeline.step_s - lane.busy_s)
+        table.add_row(
+            str(lane.stage_index),
+            *([str(lane.replica_index)] if has_replicas else []),
+            str(lane.global_rank),
+            *(_seconds_of(lane, kinds) for kinds in (_COMPUTES, _REDUCES, (BarKind.OPTIMIZER,))),
+            duration_text(idle_s),
+            f"{100 * idle_s / timeline.step_s:.1f} %" if timeline.step_s else "",
+            *([_memory(timeline, lane)] if timeline.peak_bytes else []),
+        )
+    return _cut(table, len(lanes), max_rows, "ranks")
+
+
+def traffic_table(uses: Sequence[LinkUse], *, max_rows: int = _MAX_ROWS) -> Table:
+    """One row a link, or pair of ranks: messages, bytes, how long it is busy."""
+    table = _table("messages of one step")
+    table.add_column("from → to", no_wrap=True)
+    for name in ("messages", "bytes", "busy", "share of the step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for use in uses[:max_rows]:
+        table.add_row(
+            Text(use.name),
+            str(use.num_messages),
+            "?" if use.num_bytes is None else memory_text(use.num_bytes),
+            duration_text(use.busy_s),
+            f"{100 * use.busy_share:.1f} %",
+        )
+    return _cut(table, len(uses), max_rows, "links")
+
+
+def timeline_text(timeline: Timeline, *, ranks: Ranks = (), width: int = 120) -> str:
+    """The table of a timeline as plain text without colours, at most ``width`` characters wide."""
+    file = io.StringIO()
+    console = Console(file=file, width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console.print(timeline_table(timeline, ranks=ranks))
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines()) + "\n"
+
+
+def _seconds_of(lane: Lane, kinds: Sequence[BarKind]) -> str:
+    return duration_text(sum(bar.seconds for bar in lane.bars if bar.kind in kinds))
+
+
+def _memory(timeline: Timeline, lane: Lane) -> str:
+    is_known = lane.global_rank < len(timeline.peak_bytes)
+    return memory_text(timeline.peak_bytes[lane.global_rank]) if is_known else "?"
+
+
+def _table(title: str) -> Table:
+    return Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def _cut(table: Table, num_rows: int, max_rows: int, noun: str) -> Table:
+    if num_rows > max_rows:
+        table.caption = Text(f"{num_rows - max_rows} more {noun}")
+    return table
