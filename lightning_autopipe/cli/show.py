@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from lightning_autopipe.cli.console import make_console
 from lightning_autopipe.cli.timelines import ShownStep, add_file_arguments, step_title, write_files
 from lightning_autopipe.cluster import find_cluster_file, load_topology
 from lightning_autopipe.core.errors import ConfigurationError
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     plan = PipelinePlan.load(arguments.plan)
     step = shown_step(plan, arguments.cluster)
     uses = link_uses(step.timeline, boundary_bytes=step.boundary_bytes)
-    console = Console()
+    console = make_console()
     console.print(plan_table(plan))
     console.print(timeline_table(step.timeline))
     if uses:

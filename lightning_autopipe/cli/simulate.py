@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from lightning_autopipe.cli.console import make_console
 from lightning_autopipe.cli.show import assumptions, shown_step
 from lightning_autopipe.cli.timelines import ShownStep, add_file_arguments, step_title, write_files
 from lightning_autopipe.core.cluster import ClusterTopology, Device, Link, rank_point
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
         if arguments.cluster is not None:
             raise ConfigurationError("--cluster goes with a plan, which says how many bytes are sent; use --transfer")
         schedule, step = _given_step(arguments)
-    console = Console()
+    console = make_console()
     console.print(draw_grid(schedule), markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.print(timeline_table(step.timeline))

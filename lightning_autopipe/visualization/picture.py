@@ -24,7 +24,11 @@ _STYLE = {
     "svg.fonttype": "none",
     # Without it every run would give other ids.
     "svg.hashsalt": "lightning_autopipe",
-    "font.family": "DejaVu Sans",
+    # The first one comes with the library and is measured; the others stand in where a viewer of SVG lacks it.
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial", "Helvetica"],
+    # Names may hold a dollar sign.
+    "text.parse_math": False,
     "font.size": 8,
 }
 

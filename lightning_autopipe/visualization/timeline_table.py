@@ -16,12 +16,17 @@ from lightning_autopipe.visualization.lanes import BarKind, Lane, Ranks, make_la
 from lightning_autopipe.visualization.traffic import LinkUse
 
 _MAX_ROWS = 64
-_COMPUTES = (BarKind.FORWARD, BarKind.FORWARD_SLICE, BarKind.BACKWARD, BarKind.BACKWARD_SLICE)
-_REDUCES = (BarKind.TIED_GRADIENTS, BarKind.GRADIENTS)
+_SHARES = {
+    "forward": (BarKind.FORWARD, BarKind.FORWARD_SLICE),
+    "backward": (BarKind.BACKWARD, BarKind.BACKWARD_SLICE),
+    "gradients": (BarKind.TIED_GRADIENTS, BarKind.GRADIENTS),
+    "optimizer": (BarKind.OPTIMIZER,),
+}
 
 
 def timeline_table(timeline: Timeline, *, ranks: Ranks = (), max_rows: int = _MAX_ROWS) -> Table:
-    """One row a rank: how long it computes, sums gradients, runs the optimizer, is idle, and the most memory in use.
+    """One row a rank: how long it runs forwards, backwards, sums of gradients and the optimizer, how long it is idle,
+    and the most memory in use. What takes no time on any rank is left out.
 
     Args:
         timeline: to be shown.
@@ -33,9 +38,11 @@ def timeline_table(timeline: Timeline, *, ranks: Ranks = (), max_rows: int = _MA
     """
     lanes = make_lanes(timeline, ranks)
     has_replicas = any(lane.replica_index for lane in lanes)
+    there = {bar.kind for lane in lanes for bar in lane.bars}
+    shares = {name: kinds for name, kinds in _SHARES.items() if there.intersection(kinds)}
     title = f"step {duration_text(timeline.step_s)}, bubble {100 * timeline.bubble_fraction:.1f} %"
     table = _table(title)
-    for name in ("stage", *(["replica"] if has_replicas else []), "rank", "computes", "sums gradients", "optimizer"):
+    for name in ("stage", *(["replica"] if has_replicas else []), "rank", *shares):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("idle", "bubble", *(["memory"] if timeline.peak_bytes else [])):
         table.add_column(name, justify="right", no_wrap=True)
@@ -45,7 +52,7 @@ def timeline_table(timeline: Timeline, *, ranks: Ranks = (), max_rows: int = _MA
             str(lane.stage_index),
             *([str(lane.replica_index)] if has_replicas else []),
             str(lane.global_rank),
-            *(_seconds_of(lane, kinds) for kinds in (_COMPUTES, _REDUCES, (BarKind.OPTIMIZER,))),
+            *(_seconds_of(lane, kinds) for kinds in shares.values()),
             duration_text(idle_s),
             f"{100 * idle_s / timeline.step_s:.1f} %" if timeline.step_s else "",
             *([_memory(timeline, lane)] if timeline.peak_bytes else []),

@@ -1,0 +1,17 @@
+"""Where commands print their tables."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+_WIDTH_OF_FILES = 120
+
+
+def make_console() -> Console:
+    """The terminal as wide as it is; a file or a pipe wide enough for every table, unless COLUMNS says how wide."""
+    console = Console()
+    if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
+        return console
+    return Console(width=_WIDTH_OF_FILES)
