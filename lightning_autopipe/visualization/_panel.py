@@ -198,7 +198,8 @@ class Panel:
                 )
         self.with_messages = [bool(of) for of in lines]
         # Where bars are narrow their messages are close together.
-        bar_points = median(bar.seconds for lane in self._lanes for bar in lane.bars) * self._scale.points_per_s
+        seconds = [bar.seconds for lane in self._lanes for bar in lane.bars]
+        bar_points = median(seconds or [0.0]) * self._scale.points_per_s
         width = max(0.3, min(0.9, 0.04 * self._lane_points, 0.15 * bar_points))
         for of, (name, colour) in zip(lines, SENT, strict=True):
             if of:
