@@ -11,6 +11,7 @@ from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.planner.contention import LinkLoad, link_loads
 from lightning_autopipe.planner.mapping_bound import Candidate
 from lightning_autopipe.planner.mapping_prices import MappingPrices
 from lightning_autopipe.planner.mapping_search import MappingSearch
@@ -18,7 +19,8 @@ from lightning_autopipe.planner.mapping_setting import MappingSetting
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.partitioner import PartitionSearch
 from lightning_autopipe.planner.placements import Grid, launcher_placement, placements
-from lightning_autopipe.planner.replica import Cuts
+from lightning_autopipe.planner.replica import Cuts, Depths
+from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.symmetry import distinct_orders
 
 EFFORT_PER_DEVICE = 6_000
@@ -32,6 +34,11 @@ _MAX_ORDERS = 200
 """Orders of few devices that are all looked at, with the cuts that suit them."""
 _NUM_IMPROVED = 3
 """Placements from which devices are exchanged."""
+_SHORT = 8
+"""The partition of a mapping that is only compared is searched with so many times less effort."""
+_NEAR = 1.03
+"""And searched on where its step is not longer than the best one by more than this."""
+_NUM_SETTLED = 2
 _NUM_ROUNDS = 3
 """Of partition and exchanges in turn."""
 _MAX_SIMULATED = 3_000_000
@@ -45,6 +52,8 @@ class MappingChoice:
 
     mapping: DeviceMapping
     partition: Partition
+    depths: Depths
+    """Warm-up of each stage."""
     setting: PipelineSetting
     """With the devices in their places, and the micro-batches of each replica."""
     step_s: float
@@ -66,6 +75,11 @@ class MappingChoice:
     def num_microbatches(self) -> tuple[int, ...]:
         """Of each replica."""
         return self.setting.num_microbatches
+
+    def link_loads(self) -> tuple[LinkLoad, ...]:
+        """What each link carries, how busy it is, and which flows meet on it, the busiest one first."""
+        work = Objective(self.setting).step_work(self.partition.cut_points, self.depths)
+        return link_loads(work, simulate(work))
 
     @property
     def rank_0_costs(self) -> float:
@@ -135,28 +149,29 @@ class _Chooser:
         if orders is not None and len(orders) * math.comb(num_layers - 1, num_stages - 1) <= self._max_exact:
             return self._best_of_all(orders)
         search = MappingSearch(prices=self._prices, keeps_rank_0=keeps_rank_0, fold=self._fold)
-        if start is not None:
-            # With all devices alike, or the best one already found, that costs nothing more than this.
-            starts = [search.evaluated(start.grid, start.cuts)]
-            effort = self._effort // 2
-        else:
-            starts = []
-            effort = self._effort // _NUM_IMPROVED
         grids = list(placements(self._setting.topology, num_stages, self._setting.num_replicas).values())
         if orders is not None and len(orders) <= _MAX_ORDERS:
             grids += orders
-        starts += search.best_of(grids, 1 if start else _NUM_IMPROVED)
-        improved = [search.improved(candidate, effort=effort) for candidate in starts]
-        launcher = search.evaluated(launcher_placement(num_stages, self._setting.num_replicas))
-        unlike = {candidate.grid: candidate for candidate in ([*improved] if start else [*improved, launcher])}
-        found = [self._settled(search, candidate) for candidate in unlike.values()]
-        self._num_scored += search.num_scored
-        fitting = [one for one in found if one is not None]
+        starts = search.best_of(grids, 1 if start else _NUM_IMPROVED)
         if start is not None:
-            fitting.append(start)
-        if not fitting:
-            return self._refuse(improved[0])
-        return min(fitting, key=lambda one: one.step_s)
+            starts.append(search.evaluated(start.grid, start.cuts))
+        candidates = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
+        best = start
+        found: list[_Found] = []
+        for candidate in {candidate.grid: candidate for candidate in candidates}.values():
+            below_s = min([math.inf if start is None else start.step_s, *(_NEAR * one.step_s for one in found)])
+            one = self._partitioned(candidate, self._partition_effort // _SHORT, below_s)
+            found += [one] if one is not None else []
+        found.sort(key=lambda one: one.step_s)
+        for one in found[:_NUM_SETTLED]:
+            if one.step_s < found[0].step_s * _NEAR:
+                settled = self._settled(search, one)
+                best = settled if best is None or settled.step_s < best.step_s else best
+        if start is None:  # never worse than doing nothing
+            launcher = search.evaluated(launcher_placement(num_stages, self._setting.num_replicas))
+            best = self._partitioned(launcher, self._partition_effort, best.step_s if best else math.inf) or best
+        self._num_scored += search.num_scored
+        return best if best is not None else self._refuse(candidates[0])
 
     def _few_orders(self, keeps_rank_0: bool) -> list[Grid] | None:
         """All mappings without those that mirror others; None where they are many."""
@@ -195,26 +210,30 @@ class _Chooser:
                 )
         return best if best is not None else self._refuse(candidates[0])
 
-    def _settled(self, search: MappingSearch, candidate: Candidate) -> _Found | None:
+    def _settled(self, search: MappingSearch, best: _Found) -> _Found:
         """The best partition for a mapping, and the best mapping for that, in turn."""
-        best: _Found | None = None
+        start = candidate = search.evaluated(best.grid, best.cuts)
         for _ in range(_NUM_ROUNDS):
-            found = self._partitioned(candidate)
-            if found is None or (best is not None and found.step_s * _SAME >= best.step_s):
+            better = self._partitioned(candidate, self._partition_effort, best.step_s)
+            if better is None and candidate is not start:
                 break
-            best = found
-            start = search.evaluated(found.grid, found.cuts)
+            best = better or best
+            start = search.evaluated(best.grid, best.cuts)
             candidate = search.improved(start, effort=self._effort // 4, keeps_cuts=True)
-            if candidate.grid == found.grid and candidate.shares == found.shares:
+            if (candidate.grid, candidate.shares) == (best.grid, best.shares):
                 break
         return best
 
-    def _partitioned(self, candidate: Candidate) -> _Found | None:
+    def _partitioned(self, candidate: Candidate, effort: int, below_s: float) -> _Found | None:
+        """The best partition for a mapping that is found; None where none fits or the step is not below a limit.
+
+        What it takes without sharing links is known sooner, and never above what it takes with that.
+        """
         setting = self._setting
         objective = Objective(setting.pipelines(candidate.grid, candidate.shares))
-        partitions = PartitionSearch(objective, setting.depths, effort=self._partition_effort)
+        partitions = PartitionSearch(objective, setting.depths, effort=effort)
         partitions.look_around([candidate.cuts, *partitions.bound_starts()])
-        if partitions.overflow_bytes:
+        if partitions.overflow_bytes or partitions.step_s * _SAME >= below_s:
             return None
         num_actions = 2 * setting.num_stages * setting.num_microbatches
         is_simulated = num_actions * setting.topology.world_size <= _MAX_SIMULATED or not objective.shares_links
@@ -222,6 +241,8 @@ class _Chooser:
         if is_simulated:
             choice = partitions.choice(is_exact=False, num_finalists=2)
             cuts, step_s = choice.partition.cut_points, choice.step_s
+        if step_s * _SAME >= below_s:
+            return None
         return _Found(grid=candidate.grid, cuts=cuts, shares=candidate.shares, step_s=step_s, is_simulated=is_simulated)
 
     def _refuse(self, candidate: Candidate) -> _Found:
@@ -238,6 +259,7 @@ class _Chooser:
         return MappingChoice(
             mapping=mapping,
             partition=Partition(cut_points=best.cuts, num_layers=setting.cost.num_layers),
+            depths=setting.depths,
             setting=setting.pipelines(best.grid, best.shares),
             step_s=best.step_s,
             free_step_s=free_step_s,

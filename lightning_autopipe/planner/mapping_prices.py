@@ -150,7 +150,9 @@ class MappingPrices:
         needed = setting.num_stages * setting.num_replicas
         speed = sum(sorted((speeds[kind] for kind in self.kinds), reverse=True)[:needed])
         shared_s = setting.num_microbatches * sum(reference) / speed if speed else 0.0
-        return max(shared_s, sum(map(min, *by_kind, by_kind[0]))) + setting.exchange_s
+        alone_s: float = sum(min(of_layer) for of_layer in zip(*by_kind, strict=True))
+        bound_s: float = max(shared_s, alone_s)
+        return bound_s + setting.exchange_s
 
     # Cuts and shares for a grid ---------------------------------------------
 

@@ -73,6 +73,8 @@ class Symmetries:
 
     def _matches(self, these: tuple[int, ...], those: tuple[int, ...]) -> bool:
         """Whether an automorphism takes these vertices to those, one by one."""
+        if any(self._start[vertex] != self._start[other] for vertex, other in zip(these, those, strict=True)):
+            return False
         colours, others = self._refined(these), self._refined(those)
         if sorted(colours) != sorted(others):
             return False
