@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -21,5 +22,6 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
         partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
         partial.replace(target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise ConfigurationError(f"{target}: cannot be written: {error.strerror or error}") from error

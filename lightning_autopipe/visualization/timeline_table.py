@@ -17,16 +17,15 @@ from lightning_autopipe.visualization.traffic import LinkUse
 
 _MAX_ROWS = 64
 _SHARES = {
-    "forward": (BarKind.FORWARD, BarKind.FORWARD_SLICE),
-    "backward": (BarKind.BACKWARD, BarKind.BACKWARD_SLICE),
-    "gradients": (BarKind.TIED_GRADIENTS, BarKind.GRADIENTS),
+    "compute": (BarKind.FORWARD, BarKind.FORWARD_SLICE, BarKind.BACKWARD, BarKind.BACKWARD_SLICE),
+    "reduce": (BarKind.TIED_GRADIENTS, BarKind.GRADIENTS),
     "optimizer": (BarKind.OPTIMIZER,),
 }
 
 
 def timeline_table(timeline: Timeline, *, ranks: Ranks = (), max_rows: int = _MAX_ROWS) -> Table:
-    """One row a rank: how long it runs forwards, backwards, sums of gradients and the optimizer, how long it is idle,
-    and the most memory in use. What takes no time on any rank is left out.
+    """One row a rank: how long it computes, sums gradients and runs the optimizer, how long it is idle, and the most
+    memory in use. What takes no time on any rank is left out.
 
     Args:
         timeline: to be shown.

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_autopipe.cli import main
+from tests.planner.test_plan_step import a_plan
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> str:
+    path = tmp_path / "plan.json"
+    a_plan(num_layers=12, num_stages=2, num_replicas=6).save(path)
+    return str(path)
+
+
+def test_a_plan_is_shown_with_its_step(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", plan_file]) == 0
+    output = capsys.readouterr().out
+    for text in ("2 stages × 6 replicas, 1f1b, 3 micro-batches", "step 960 ms, bubble 25.0 %", "rank 0 → rank 1"):
+        assert text in output
+    assert "note: No cluster is given" in output
+    assert "not measured" not in output
+
+
+def test_everything_that_is_asked_for_is_written(plan_file: str, tmp_path: Path) -> None:
+    files = {"--html": "a.html", "--picture": "b.svg", "--trace": "c.json"}
+    options = [part for option, name in files.items() for part in (option, str(tmp_path / name))]
+    assert main(["show", plan_file, "--cluster", "rtx3090_v100", *options]) == 0
+    assert "2 stages × 6 replicas · 3 micro-batches" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<svg" in (tmp_path / "b.svg").read_text(encoding="utf-8")
+    document = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
+    processes = [event["args"]["name"] for event in document["traceEvents"] if event["name"] == "process_name"]
+    assert len(processes) == 2
+    assert all(name.startswith("server ") for name in processes)
+    assert any("bytes" in event.get("args", {}) for event in document["traceEvents"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "b.svg", "c.json", "plan.json"]
+
+
+def test_what_was_not_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_plan(is_measured=False).save(tmp_path / "plan.json")
+    for command in ("show", "simulate"):
+        assert main([command, str(tmp_path / "plan.json")]) == 0
+        assert "note: The plan's layers were not measured" in capsys.readouterr().out
+
+
+def test_a_simulated_plan_shows_grid_and_timeline(plan_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", plan_file]) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("stage 0 | F0 F1 .  B0 F2 B1 .  B2\nstage 1 | .  F0 B0 F1 B1 F2 B2 .\n\n")
+    assert "step 960 ms, bubble 25.0 %" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["show", "none.json"], "the plan file 'none.json' cannot be read"),
+        (["show", "{folder}/bad.json"], "bad.json' is not valid: not JSON"),
+        (["simulate", "{folder}/bad.json"], "bad.json' is not valid: not JSON"),
+        (["show", "{plan}", "--cluster", "none"], "none"),
+        (["show", "{plan}", "--cluster", "uneven_1_2_1"], "12 ranks (2 stages x 6 replicas), but the cluster has 4"),
+        (["show", "{plan}", "--picture", "{folder}/a.pdf"], "a picture's file name ends in .png or .svg"),
+        (["show", "{plan}", "--trace", "{plan}/below"], "below: cannot be written"),
+        (["show", "{plan}", "--html", "{folder}"], ": cannot be written"),
+        (["simulate", "{plan}", "--stages", "3"], "a plan says this itself; leave out --stages"),
+    ],
+)
+def test_wrong_input_is_told_in_one_line(
+    arguments: list[str], problem: str, plan_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad.json").write_text("{")
+    assert main([text.format(folder=tmp_path, plan=plan_file) for text in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("autopipe: error: ")
+    assert problem in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", [["--picture", "a.svg"], ["--html", "a.html"]])
+def test_a_missing_library_is_told_in_one_line(
+    option: list[str],
+    plan_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.style", None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["show", plan_file, *option]) == 2
+    error = capsys.readouterr().err
+    assert "pip install 'lightning-autopipe[plot]'" in error
+    assert error.count("\n") == 1

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from textwrap import dedent
+
+from lightning_autopipe.visualization import LinkUse, timeline_table, timeline_text, traffic_table
+
+from .timelines import a_timeline
+
+
+def test_every_rank_has_a_row() -> None:
+    # Stage 1 is never idle between its first forward, after 10 ms, and its last backward; then come 20 ms on stage 0.
+    expected = """
+        step 167 ms, bubble 21.6 %
+
+         stage  rank  compute  optimizer   idle  bubble  memory
+         ───────────────────────────────────────────────────────
+             0     1   120 ms       5 ms  42 ms  25.1 %   1 MiB
+             1     0   132 ms       5 ms  30 ms  18.0 %   2 MiB
+    """
+    assert timeline_text(a_timeline(2, 4, bandwidth_bytes_per_s=None)) == dedent(expected).lstrip()
+
+
+def test_replicas_and_reductions_have_columns_where_there_are_some() -> None:
+    header = [str(column.header) for column in timeline_table(a_timeline(2, 2, 2)).columns]
+    assert header == [
+        "stage",
+        "replica",
+        "rank",
+        "compute",
+        "reduce",
+        "optimizer",
+        "idle",
+        "bubble",
+        "memory",
+    ]
+    header = [str(column.header) for column in timeline_table(a_timeline(2, 2, optimizer_s=0)).columns]
+    assert header == ["stage", "rank", "compute", "idle", "bubble", "memory"]
+
+
+def test_it_fits_a_narrow_terminal_whole() -> None:
+    text = timeline_text(a_timeline(2, 2, 2), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+def test_long_tables_are_cut() -> None:
+    table = timeline_table(a_timeline(8, 1, 2), max_rows=10)
+    assert table.row_count == 10
+    assert str(table.caption) == "6 more ranks"
+
+
+def test_use_of_links() -> None:
+    uses = [
+        LinkUse(name="[a] → b", num_messages=4, num_bytes=1 << 20, busy_s=0.25, busy_share=0.5),
+        LinkUse(name="b → a", num_messages=4, num_bytes=None, busy_s=0.0, busy_share=0.0),
+    ]
+    table = traffic_table(uses)
+    rows = list(zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True))
+    assert rows == [("[a] → b", "4", "1 MiB", "250 ms", "50.0 %"), ("b → a", "4", "?", "0", "0.0 %")]
