@@ -25,7 +25,7 @@ from lightning_autopipe.planner.symmetry import distinct_orders
 
 EFFORT_PER_DEVICE = 6_000
 """Stages and hops that a search for exchanges may price, for each device of the cluster."""
-PARTITION_EFFORT = 400_000
+PARTITION_EFFORT = 250_000
 """Actions that may be gone through for the partition of one mapping."""
 MAX_EXACT = 2_000
 """Mappings times partitions up to which all are looked at."""
@@ -34,15 +34,22 @@ _MAX_ORDERS = 200
 """Orders of few devices that are all looked at, with the cuts that suit them."""
 _NUM_IMPROVED = 3
 """Placements from which devices are exchanged."""
+_NUM_IMPROVED_OF_FEW = 8
+"""And where there are few orders of devices."""
 _SHORT = 8
 """The partition of a mapping that is only compared is searched with so many times less effort."""
+_SHORTER = 4
+"""And where devices were exchanged after a search."""
 _NEAR = 1.03
 """And searched on where its step is not longer than the best one by more than this."""
 _NUM_SETTLED = 2
 _NUM_ROUNDS = 3
 """Of partition and exchanges in turn."""
-_MAX_SIMULATED = 3_000_000
+MAX_SIMULATED = 3_000_000
 """Actions times devices up to which a mapping is simulated; above, steps are predicted as if no links were shared."""
+_MAX_FINALISTS = 16
+_SIMULATED_ACTIONS = 2_000
+"""As many of the best partitions of a mapping are simulated as have so many actions together, but 1 to 16."""
 _SAME = 1 + 1e-12
 
 
@@ -150,9 +157,11 @@ class _Chooser:
             return self._best_of_all(orders)
         search = MappingSearch(prices=self._prices, keeps_rank_0=keeps_rank_0, fold=self._fold)
         grids = list(placements(self._setting.topology, num_stages, self._setting.num_replicas).values())
+        num_starts = _NUM_IMPROVED if start is None else 1
         if orders is not None and len(orders) <= _MAX_ORDERS:
             grids += orders
-        starts = search.best_of(grids, 1 if start else _NUM_IMPROVED)
+            num_starts = _NUM_IMPROVED_OF_FEW
+        starts = search.best_of(grids, num_starts)
         if start is not None:
             starts.append(search.evaluated(start.grid, start.cuts))
         candidates = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
@@ -163,7 +172,7 @@ class _Chooser:
             one = self._partitioned(candidate, self._partition_effort // _SHORT, below_s)
             found += [one] if one is not None else []
         found.sort(key=lambda one: one.step_s)
-        for one in found[:_NUM_SETTLED]:
+        for one in found[: _NUM_SETTLED if start is None else 1]:
             if one.step_s < found[0].step_s * _NEAR:
                 settled = self._settled(search, one)
                 best = settled if best is None or settled.step_s < best.step_s else best
@@ -212,12 +221,14 @@ class _Chooser:
 
     def _settled(self, search: MappingSearch, best: _Found) -> _Found:
         """The best partition for a mapping, and the best mapping for that, in turn."""
-        start = candidate = search.evaluated(best.grid, best.cuts)
+        effort = self._partition_effort
+        candidate = search.evaluated(best.grid, best.cuts)
         for _ in range(_NUM_ROUNDS):
-            better = self._partitioned(candidate, self._partition_effort, best.step_s)
-            if better is None and candidate is not start:
+            better = self._partitioned(candidate, effort, best.step_s)
+            if better is None and effort < self._partition_effort:
                 break
             best = better or best
+            effort = self._partition_effort // _SHORTER
             start = search.evaluated(best.grid, best.cuts)
             candidate = search.improved(start, effort=self._effort // 4, keeps_cuts=True)
             if (candidate.grid, candidate.shares) == (best.grid, best.shares):
@@ -232,14 +243,15 @@ class _Chooser:
         setting = self._setting
         objective = Objective(setting.pipelines(candidate.grid, candidate.shares))
         partitions = PartitionSearch(objective, setting.depths, effort=effort)
-        partitions.look_around([candidate.cuts, *partitions.bound_starts()])
+        partitions.look_around([candidate.cuts, *partitions.starts()])
         if partitions.overflow_bytes or partitions.step_s * _SAME >= below_s:
             return None
         num_actions = 2 * setting.num_stages * setting.num_microbatches
-        is_simulated = num_actions * setting.topology.world_size <= _MAX_SIMULATED or not objective.shares_links
+        is_simulated = num_actions * setting.topology.world_size <= MAX_SIMULATED or not objective.shares_links
         cuts, step_s = partitions.best, partitions.step_s
         if is_simulated:
-            choice = partitions.choice(is_exact=False, num_finalists=2)
+            num_finalists = max(1, min(_MAX_FINALISTS, _SIMULATED_ACTIONS // num_actions))
+            choice = partitions.choice(is_exact=False, num_finalists=num_finalists)
             cuts, step_s = choice.partition.cut_points, choice.step_s
         if step_s * _SAME >= below_s:
             return None
