@@ -61,7 +61,7 @@ def timeline_table(timeline: Timeline, *, ranks: Ranks = (), max_rows: int = _MA
 
 def traffic_table(uses: Sequence[LinkUse], *, max_rows: int = _MAX_ROWS) -> Table:
     """One row a link, or pair of ranks: messages, bytes, how long it is busy."""
-    table = _table("messages of one step")
+    table = _table("messages between stages in one step")
     table.add_column("from → to", no_wrap=True)
     for name in ("messages", "bytes", "busy", "share of the step"):
         table.add_column(name, justify="right", no_wrap=True)
