@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations, islice
+from typing import NoReturn
 
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
@@ -14,7 +15,7 @@ from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.planner.contention import LinkLoad, link_loads
 from lightning_autopipe.planner.mapping_bound import Candidate
 from lightning_autopipe.planner.mapping_prices import MappingPrices
-from lightning_autopipe.planner.mapping_search import MappingSearch
+from lightning_autopipe.planner.mapping_search import MappingSearch, is_less, unlike
 from lightning_autopipe.planner.mapping_setting import MappingSetting
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.partitioner import PartitionSearch
@@ -127,8 +128,8 @@ def choose_mapping(
     if effort is None:
         effort = EFFORT_PER_DEVICE * setting.topology.world_size
     chooser = _Chooser(setting, effort, partition_effort, max_exact, fold)
-    best = chooser.best(keeps_rank_0=True)
-    free = chooser.best(keeps_rank_0=False, start=best)
+    best = chooser.best()
+    free = chooser.free(best)
     return chooser.choice(best, min(best.step_s, free.step_s))
 
 
@@ -149,40 +150,61 @@ class _Chooser:
         self._prices = MappingPrices(setting)
         self._num_scored = 0
 
-    def best(self, *, keeps_rank_0: bool, start: _Found | None = None) -> _Found:
-        """The best mapping; where rank 0 may be anywhere, also from the best one with rank 0 in its place."""
-        orders = self._few_orders(keeps_rank_0)
-        num_layers, num_stages = self._setting.cost.num_layers, self._setting.num_stages
-        if orders is not None and len(orders) * math.comb(num_layers - 1, num_stages - 1) <= self._max_exact:
+    def best(self) -> _Found:
+        """The best mapping with rank 0 on the last stage of replica 0."""
+        orders = self._few_orders(keeps_rank_0=True)
+        if orders is not None and self._are_few(orders):
             return self._best_of_all(orders)
-        search = MappingSearch(prices=self._prices, keeps_rank_0=keeps_rank_0, fold=self._fold)
-        grids = list(placements(self._setting.topology, num_stages, self._setting.num_replicas).values())
-        num_starts = _NUM_IMPROVED if start is None else 1
-        if orders is not None and len(orders) <= _MAX_ORDERS:
-            grids += orders
-            num_starts = _NUM_IMPROVED_OF_FEW
-        starts = search.best_of(grids, num_starts)
-        if start is not None:
-            starts.append(search.evaluated(start.grid, start.cuts))
-        candidates = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
-        best = start
+        search = self._search(keeps_rank_0=True)
+        starts = search.best_of(self._starts(orders), _NUM_IMPROVED_OF_FEW if orders else _NUM_IMPROVED)
+        # The launcher's order is always among them: a mapping is never worse than none.
+        launcher = search.evaluated(launcher_placement(self._setting.num_stages, self._setting.num_replicas))
+        improved = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
+        candidates = unlike([launcher, *improved])
         found: list[_Found] = []
-        for candidate in {candidate.grid: candidate for candidate in candidates}.values():
-            below_s = min([math.inf if start is None else start.step_s, *(_NEAR * one.step_s for one in found)])
-            one = self._partitioned(candidate, self._partition_effort // _SHORT, below_s)
+        for candidate in candidates:
+            below_s = _NEAR * min((one.step_s for one in found), default=math.inf)
+            effort = self._partition_effort if candidate is launcher else self._partition_effort // _SHORT
+            one = self._partitioned(candidate, effort, below_s)
             found += [one] if one is not None else []
+        if not found:
+            self._refuse(candidates[-1])
         found.sort(key=lambda one: one.step_s)
-        for one in found[: _NUM_SETTLED if start is None else 1]:
-            if one.step_s < found[0].step_s * _NEAR:
-                settled = self._settled(search, one)
-                best = settled if best is None or settled.step_s < best.step_s else best
-        if start is None:  # never worse than doing nothing
-            launcher = search.evaluated(launcher_placement(num_stages, self._setting.num_replicas))
-            best = self._partitioned(launcher, self._partition_effort, best.step_s if best else math.inf) or best
+        near = [one for one in found if one.step_s <= _NEAR * found[0].step_s]
+        settled = [found[0], *(self._settled(search, one) for one in near[:_NUM_SETTLED])]
         self._num_scored += search.num_scored
-        return best if best is not None else self._refuse(candidates[0])
+        return min(settled, key=lambda one: one.step_s)
 
-    def _few_orders(self, keeps_rank_0: bool) -> list[Grid] | None:
+    def free(self, best: _Found) -> _Found:
+        """The best mapping with rank 0 on any stage or none, begun from the best one with it in its place, too."""
+        orders = self._few_orders(keeps_rank_0=False)
+        if orders is not None and self._are_few(orders):
+            return self._best_of_all(orders)
+        search = self._search(keeps_rank_0=False)
+        start = search.evaluated(best.grid, best.cuts)
+        starts = [start, *search.best_of(self._starts(orders), 1)]
+        improved = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
+        for candidate in unlike(improved):
+            if is_less(candidate.score, start.score):  # else it promises no more than is there already
+                found = self._partitioned(candidate, self._partition_effort // _SHORT, best.step_s * _NEAR)
+                if found is not None:
+                    best = min(best, self._settled(search, found), key=lambda one: one.step_s)
+        self._num_scored += search.num_scored
+        return best
+
+    def _search(self, *, keeps_rank_0: bool) -> MappingSearch:
+        return MappingSearch(prices=self._prices, keeps_rank_0=keeps_rank_0, fold=self._fold)
+
+    def _starts(self, orders: list[Grid] | None) -> list[Grid]:
+        setting = self._setting
+        found = placements(setting.topology, setting.num_stages, setting.num_replicas).values()
+        return [*found, *(orders or ())]
+
+    def _are_few(self, orders: list[Grid]) -> bool:
+        num_partitions = math.comb(self._setting.cost.num_layers - 1, self._setting.num_stages - 1)
+        return len(orders) * num_partitions <= self._max_exact
+
+    def _few_orders(self, *, keeps_rank_0: bool) -> list[Grid] | None:
         """All mappings without those that mirror others; None where they are many."""
         setting = self._setting
         num_stages, num_replicas = setting.num_stages, setting.num_replicas
@@ -217,7 +239,9 @@ class _Chooser:
                 best = _Found(
                     grid=candidate.grid, cuts=candidate.cuts, shares=candidate.shares, step_s=step_s, is_exact=True
                 )
-        return best if best is not None else self._refuse(candidates[0])
+        if best is None:
+            self._refuse(candidates[0])
+        return best
 
     def _settled(self, search: MappingSearch, best: _Found) -> _Found:
         """The best partition for a mapping, and the best mapping for that, in turn."""
@@ -257,7 +281,7 @@ class _Chooser:
             return None
         return _Found(grid=candidate.grid, cuts=cuts, shares=candidate.shares, step_s=step_s, is_simulated=is_simulated)
 
-    def _refuse(self, candidate: Candidate) -> _Found:
+    def _refuse(self, candidate: Candidate) -> NoReturn:
         """Raises what the partitioner says of a mapping for which nothing fits."""
         objective = Objective(self._setting.pipelines(candidate.grid, candidate.shares))
         search = PartitionSearch(objective, self._setting.depths, effort=self._partition_effort)

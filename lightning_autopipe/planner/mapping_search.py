@@ -58,9 +58,8 @@ class MappingSearch:
 
     def best_of(self, grids: Iterable[Grid], number: int) -> list[Candidate]:
         """The best placements of some, the best one first."""
-        unlike = {with_rank_0_last(grid) if self.keeps_rank_0 else grid: None for grid in grids}
-        found = sorted((self.evaluated(grid) for grid in unlike), key=lambda candidate: candidate.score)
-        return found[:number]
+        right = {with_rank_0_last(grid) if self.keeps_rank_0 else grid: None for grid in grids}
+        return unlike(sorted((self.evaluated(grid) for grid in right), key=lambda candidate: candidate.score))[:number]
 
     def improved(self, candidate: Candidate, *, effort: int, keeps_cuts: bool = False) -> Candidate:
         """Exchanges devices, and stages of all replicas, as long as that helps.
@@ -83,7 +82,7 @@ class MappingSearch:
                 if self.prices.num_priced >= last:
                     break
                 other = self._bound(grid, bound.cuts if keeps_cuts else None)
-                if _is_less(score := other.score(), best):
+                if is_less(score := other.score(), best):
                     bound, best, is_better = other, score, True
             for a, b in self._pairs(bound):
                 if self.prices.num_priced >= last:
@@ -91,7 +90,7 @@ class MappingSearch:
                 if not self._may_exchange(bound, a, b):
                     continue
                 other, score = self._exchanged(bound, a, b, keeps_cuts=keeps_cuts)
-                if _is_less(score, best):
+                if is_less(score, best):
                     bound, best, is_better = other, score, True
                 elif other is bound:
                     bound.exchange(a, b)
@@ -143,9 +142,19 @@ class MappingSearch:
             yield with_rank_0_last(turned) if self.keeps_rank_0 else turned
 
 
-def _is_less(score: Score, than: Score) -> bool:
+def is_less(score: Score, than: Score) -> bool:
+    """Whether a score is better by more than what sums are rounded by."""
     if score[0] != than[0]:
         return score[0] < than[0]
     if score[1] < than[1] * _LESS:
         return True
     return score[1] * _LESS <= than[1] and score[2] < than[2] * _LESS
+
+
+def unlike(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Candidates without those that are as good as another one with the same cuts: mirror images, mostly."""
+    found: dict[object, Candidate] = {}
+    for candidate in candidates:
+        overflow, bound_s, busy_s = candidate.score
+        found.setdefault((candidate.cuts, overflow, f"{bound_s:.9e}", f"{busy_s:.9e}"), candidate)
+    return list(found.values())
