@@ -24,7 +24,7 @@ from lightning_autopipe.planner.replica import Cuts, Depths
 from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.symmetry import distinct_orders
 
-EFFORT_PER_DEVICE = 6_000
+EFFORT_PER_DEVICE = 3_000
 """Stages and hops that a search for exchanges may price, for each device of the cluster."""
 PARTITION_EFFORT = 250_000
 """Actions that may be gone through for the partition of one mapping."""
@@ -186,9 +186,7 @@ class _Chooser:
         improved = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
         for candidate in unlike(improved):
             if is_less(candidate.score, start.score):  # else it promises no more than is there already
-                found = self._partitioned(candidate, self._partition_effort // _SHORT, best.step_s * _NEAR)
-                if found is not None:
-                    best = min(best, self._settled(search, found), key=lambda one: one.step_s)
+                best = self._partitioned(candidate, self._partition_effort, best.step_s) or best
         self._num_scored += search.num_scored
         return best
 

@@ -9,6 +9,9 @@ from lightning_autopipe.planner.mapping_prices import Loads, MappingPrices
 from lightning_autopipe.planner.placements import Grid
 from lightning_autopipe.planner.replica import Cuts
 
+_SCORED_LIKE_PRICED = 8
+"""So many stages of replicas are compared in the time in which one is priced."""
+
 Place = tuple[int, int]
 """A replica and a stage; replica -1 is that of idle devices, with their positions for stages."""
 Score = tuple[int, float, float]
@@ -84,6 +87,7 @@ class MappingBound:
     def score(self) -> Score:
         """How good the mapping is; less is better."""
         replicas, rings = self._replicas, self._rings
+        self._prices.num_priced += len(replicas) * len(rings) // _SCORED_LIKE_PRICED
         ends = [max(of_stage) for of_stage in zip(*(replica.end_s for replica in replicas), strict=True)]
         optimizers = [max(of_stage) for of_stage in zip(*(replica.optimizer_s for replica in replicas), strict=True)]
         bound_s = max(

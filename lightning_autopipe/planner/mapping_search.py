@@ -65,7 +65,8 @@ class MappingSearch:
         """Exchanges devices, and stages of all replicas, as long as that helps.
 
         Devices that take equally long are exchanged with cuts and shares as they are; for unlike ones both are found
-        anew. Where a bound stays the same, less work for devices and links is better: it leaves room for the next one.
+        anew, unless cuts are kept. Where a bound stays the same, less work for devices and links is better: it leaves
+        room for the next one.
 
         Args:
             candidate: to begin with.
@@ -99,7 +100,7 @@ class MappingSearch:
     def _exchanged(self, bound: MappingBound, a: Place, b: Place, *, keeps_cuts: bool) -> tuple[MappingBound, Score]:
         """The bound itself, changed, where only places change; else another one."""
         kinds = self.prices.kinds
-        if kinds[bound.rank(a)] == kinds[bound.rank(b)]:
+        if keeps_cuts or kinds[bound.rank(a)] == kinds[bound.rank(b)]:
             self.num_scored += 1
             bound.exchange(a, b)
             return bound, bound.score()
@@ -107,7 +108,7 @@ class MappingSearch:
         for place, rank in ((a, bound.rank(b)), (b, bound.rank(a))):
             if place[0] >= 0:
                 rows[place[0]][place[1]] = rank
-        other = self._bound(tuple(map(tuple, rows)), bound.cuts if keeps_cuts else None)
+        other = self._bound(tuple(map(tuple, rows)))
         return other, other.score()
 
     def _may_exchange(self, bound: MappingBound, a: Place, b: Place) -> bool:
