@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.planner.cost import Work
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.partitioner import EFFORT, MAX_EXACT, PartitionChoice, PartitionSearch
-from lightning_autopipe.planner.replica import Depths
+from lightning_autopipe.planner.replica import Depths, pipeline_bound_s
+from lightning_autopipe.planner.starts import quick_cuts
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
-_MAX_ORDERS = 1_000
+_MAX_ORDERS = 5_000
+"""Orders that are all compared by their bound, with cuts that are quick to know."""
+_MAX_ORDERS_WITH_LINKS = 1_000
+"""And where links make all devices unlike."""
+_NUM_COMPARED = 64
+"""Orders that are compared by their step with such cuts."""
+_NUM_STARTED = 16
 """Orders of which each is tried with its best start."""
 _NUM_SEARCHED = 8
 """Orders for which partitions are searched."""
@@ -55,10 +63,15 @@ def choose_device_order(
     num_partitions = math.comb(setting.cost.num_layers - 1, setting.num_stages - 1)
     if orders is not None and len(orders) * num_partitions <= max_exact:
         return _best_of_all(setting, orders, depths)
-    if orders is None:
+    if orders is None or (len(orders) > _MAX_ORDERS_WITH_LINKS and setting.network is not None):
         by_speed = sorted(devices, key=lambda device: (device.relative_speed, device.memory_bytes), reverse=True)
         orders = [devices, tuple(by_speed), tuple(reversed(by_speed))]
+    if setting.network is None and len(orders) > _NUM_COMPARED:
+        orders = _promising(setting, orders, depths)
     searches = [_search(setting, order, depths, effort // (2 * _NUM_SEARCHED)) for order in orders]
+    for search in searches:
+        search.consider(search.quick_start())
+    searches = sorted(searches, key=_value)[:_NUM_STARTED]
     for search in searches:
         for cuts in search.bound_starts():
             search.consider(cuts)
@@ -91,6 +104,33 @@ def _orders(devices: Sequence[Device], *, by_rank: bool) -> list[Order] | None:
             if (used := sum(device in alike for device in order)) < len(alike)
         ]
     return orders
+
+
+def _promising(setting: PipelineSetting, orders: Sequence[Order], depths: Depths) -> list[Order]:
+    """The orders with the least bounds, without links; sums over layers are made once for each kind and stage."""
+    size, num_microbatches = setting.microbatch_size, setting.num_microbatches[0]
+    times: dict[object, tuple[tuple[float, ...], tuple[float, ...]]] = {}
+    weights: dict[object, list[float]] = {}
+    bounds = []
+    for index, order in enumerate(orders):
+        kinds = [(device.model, device.relative_speed) for device in order]
+        for stage_index, (kind, device) in enumerate(zip(kinds, order, strict=True)):
+            if kind not in times:
+                forward = setting.cost.prefix_s(Work.FORWARD, device=device, microbatch_size=size)
+                times[kind] = forward, setting.cost.prefix_s(Work.BACKWARD, device=device, microbatch_size=size)
+            if (kind, stage_index) not in weights:
+                backwards = num_microbatches - 1
+                forwards = max(0, backwards - depths[stage_index])
+                pairs = zip(*times[kind], strict=True)
+                weights[kind, stage_index] = [forwards * f + backwards * b for f, b in pairs]
+        cuts = quick_cuts([weights[kind, stage_index] for stage_index, kind in enumerate(kinds)])
+        edges = (0, *cuts, setting.cost.num_layers)
+        stages = [
+            (forward[stop] - forward[start], backward[stop] - backward[start])
+            for (forward, backward), (start, stop) in zip(map(times.__getitem__, kinds), pairwise(edges), strict=True)
+        ]
+        bounds.append((pipeline_bound_s(stages, [0.0] * len(cuts), depths, num_microbatches), index))
+    return [orders[index] for _, index in sorted(bounds)[:_NUM_COMPARED]]
 
 
 def _best_of_all(setting: PipelineSetting, orders: Sequence[Order], depths: Depths) -> DeviceOrderChoice:
@@ -140,7 +180,7 @@ def _swapped(setting: PipelineSetting, best: PartitionSearch, depths: Depths, ef
                 continue
             tried.add(kinds)
             search = _search(setting, tuple(order), depths, max(1, effort // 50))
-            search.look_around([best.best, *search.bound_starts()])
+            search.look_around([best.best, search.quick_start()])
             num_left -= search.objective.num_priced_actions
             if _value(search) < _value(best):
                 best, improved = search, True

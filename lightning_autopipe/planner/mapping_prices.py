@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,11 +14,10 @@ from lightning_autopipe.planner.placements import Grid
 from lightning_autopipe.planner.reduction import GradientBytes, Reduction
 from lightning_autopipe.planner.replica import Cuts, pipeline_bound_s
 from lightning_autopipe.planner.shares import share_microbatches
+from lightning_autopipe.planner.starts import NUM_HALVINGS, quick_cuts
 
 Loads = tuple[tuple[int, float], ...]
 """Channels, and the seconds for which each is occupied in a step."""
-
-_NUM_HALVINGS = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,36 +180,10 @@ class MappingPrices:
         return tuple(each + (index < more) for index in range(self.setting.num_replicas))
 
     def cuts(self, grid: Grid, shares: Sequence[int]) -> Cuts:
-        """Cuts with which no stage adds much more to the step than it must: min-max by halving what it may add.
-
-        A stage takes layers as long as it stays below, found by bisection in sums over the layers; crossings count
-        where a stage begins. O(n log L) for each try: a mapping is compared with others in less than a millisecond.
-        """
+        """Cuts with which no stage adds much more to the step than it must, quickly; see `quick_cuts`."""
         weights, entries = self._stage_weights(grid, shares)
-        self.num_priced += (_NUM_HALVINGS // 3 + len(grid)) * len(weights)
-        low, high = 0.0, max(weight[-1] + max(entry) for weight, entry in zip(weights, entries, strict=True))
-        best = self._filled(weights, entries, high)
-        assert best is not None
-        for _ in range(_NUM_HALVINGS):
-            middle = (low + high) / 2
-            cuts = self._filled(weights, entries, middle)
-            if cuts is None:
-                low = middle
-            else:
-                best, high = cuts, middle
-        return best
-
-    def _filled(self, weights: list[list[float]], entries: list[list[float]], limit: float) -> Cuts | None:
-        num_stages, num_layers, cuts, start = len(weights), self._num_layers, [], 0
-        for stage_index, (weight, entry) in enumerate(zip(weights, entries, strict=True), start=1):
-            last = num_layers - (num_stages - stage_index)  # each later stage owns a layer
-            most = weight[start] + limit - entry[start]
-            stop = bisect_right(weight, most, start, last + 1) - 1
-            if stop <= start:
-                return None
-            cuts.append(stop)
-            start = stop
-        return tuple(cuts[:-1]) if start == num_layers else None
+        self.num_priced += (NUM_HALVINGS // 3 + len(grid)) * len(weights)
+        return quick_cuts(weights, entries)
 
     def _stage_weights(self, grid: Grid, shares: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
         """By stage, what layers add on the replica where they add most, and what beginning at each layer takes."""
@@ -221,7 +193,7 @@ class MappingPrices:
             kinds = {(self.kinds[ranks[stage_index]], number) for ranks, number in zip(grid, shares, strict=True)}
             weights.append(max((self._weight(kind, number, depth) for kind, number in kinds), key=_last))
             if stage_index == 0:
-                entries.append([0.0])
+                entries.append([0.0] * (self._num_layers + 1))
                 continue
             pairs = {ranks[stage_index - 1 : stage_index + 1] for ranks in grid}
             ways = {(network.route(a, b), network.route(b, a)) for a, b in pairs}

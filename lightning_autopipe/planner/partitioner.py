@@ -13,7 +13,7 @@ from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.planner.min_max import check_enough_layers, min_max_partition
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.replica import Cuts, Depths
-from lightning_autopipe.planner.starts import MinMaxTable
+from lightning_autopipe.planner.starts import MinMaxTable, quick_cuts
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
 MAX_EXACT = 20_000
@@ -90,7 +90,7 @@ class PartitionSearch:
         self._last_action = objective.num_priced_actions + effort
         check_enough_layers(self.num_stages, self.num_layers)
         self._adds = objective.bound_weights(depths)
-        self._by_bound = MinMaxTable(*self._adds)
+        self._table: MinMaxTable | None = None
 
     def run(self, *, max_exact: int = MAX_EXACT) -> PartitionChoice:
         """The best partition that is found; see `choose_partition`."""
@@ -190,8 +190,18 @@ class PartitionSearch:
         by_time = _both_ends(MinMaxTable(self.objective.stage_prefixes()), self.num_stages, self.num_layers)
         return list(dict.fromkeys([self._even_start(), *self.bound_starts(), *by_time]))
 
+    @property
+    def _by_bound(self) -> MinMaxTable:
+        if self._table is None:
+            self._table = MinMaxTable(*self._adds)
+        return self._table
+
+    def quick_start(self) -> Cuts:
+        """About as good as the bound starts, and much quicker to know."""
+        return quick_cuts(*self._adds)
+
     def bound_starts(self) -> list[Cuts]:
-        """The best of the starts, and the quickest to know: min-max by what a stage adds to the step."""
+        """The best of the starts: min-max by what a stage adds to the step."""
         return _both_ends(self._by_bound, self.num_stages, self.num_layers)
 
     def look_around(self, starts: list[Cuts]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 Cuts = tuple[int, ...]
 
 _ROUNDING = 1 + 1e-12
+NUM_HALVINGS = 30
+"""Of the limit in `quick_cuts`: to a billionth."""
 
 
 class MinMaxTable:
@@ -70,3 +72,42 @@ class MinMaxTable:
             stop = (possible[0] if early else possible[-1]) if possible else stop - 1
             cuts.append(stop)
         return tuple(reversed(cuts))
+
+
+def quick_cuts(weights: Sequence[Sequence[float]], entries: Sequence[Sequence[float]] = ()) -> Cuts:
+    """Cuts for all stages with which the heaviest one is about as light as it can be, earlier ones as full as it.
+
+    A limit is halved; below it each stage takes the layers that it can, found by bisection in the sums: O(n log L) for
+    each limit. Quicker than `MinMaxTable`, for comparing very many settings. Without entries it is as good.
+
+    Args:
+        weights: by stage, prefix sums over the layers of what they weigh on it; at least as many layers as stages.
+        entries: by stage, the price of beginning at each layer; empty: none.
+    """
+    entries = entries or [[0.0] * len(weights[0])] * len(weights)
+    low, high = 0.0, max(weight[-1] + max(entry) for weight, entry in zip(weights, entries, strict=True))
+    best = _filled(weights, entries, high)
+    assert best is not None
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        cuts = _filled(weights, entries, middle)
+        if cuts is None:
+            low = middle
+        else:
+            best, high = cuts, middle
+    return best
+
+
+def _filled(weights: Sequence[Sequence[float]], entries: Sequence[Sequence[float]], limit: float) -> Cuts | None:
+    """Stages filled up to a limit; None where layers are left, or a stage can take none."""
+    num_stages, num_layers = len(weights), len(weights[0]) - 1
+    cuts: list[int] = []
+    start = 0
+    for stage_index, (weight, entry) in enumerate(zip(weights, entries, strict=True), start=1):
+        last = num_layers - (num_stages - stage_index)  # each later stage owns a layer
+        stop = bisect_right(weight, weight[start] + limit - entry[start], start, last + 1) - 1
+        if stop <= start:
+            return None
+        cuts.append(stop)
+        start = stop
+    return tuple(cuts[:-1]) if start == num_layers else None
