@@ -3,80 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import combinations, permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_autopipe.core import (
-    ClusterTopology,
-    ConfigurationError,
-    CrossingValue,
-    DeviceMapping,
-    LayerProfile,
-    Link,
-    ModelProfile,
-    ParallelLayout,
-    PlanError,
-)
-from lightning_autopipe.planner import CostModel, simulate
-from lightning_autopipe.planner.contention import link_loads
-from lightning_autopipe.planner.links import LinkNetwork
-from lightning_autopipe.planner.mapper import MappingChoice, choose_mapping
+from lightning_autopipe.core import ClusterTopology, ConfigurationError
+from lightning_autopipe.planner.mapper import choose_mapping
 from lightning_autopipe.planner.mapping_bound import MappingBound
+from lightning_autopipe.planner.mapping_choice import MappingChoice
 from lightning_autopipe.planner.mapping_prices import MappingPrices
 from lightning_autopipe.planner.mapping_setting import MappingSetting
-from lightning_autopipe.planner.objective import Objective
-from lightning_autopipe.planner.placements import Grid, placements, with_rank_0_last
+from lightning_autopipe.planner.placements import Grid, placements
 from lightning_autopipe.planner.shares import share_microbatches
-from lightning_autopipe.planner.symmetry import Symmetries, distinct_orders, twin_classes
+from tests.planner.mappings import SAME, a_cluster, a_mapping_setting, a_model, simulated_s
 from tests.planner.steps import a_device, a_profile
-
-SAME = 1 + 1e-9
-
-
-def a_cluster(names: str, speeds: Sequence[float] = (), bandwidth: float = 1.0, **changes: float) -> ClusterTopology:
-    """Servers of one letter each, ``"AABB"``, on a switch; devices in one server reach each other in no time."""
-    devices = tuple(
-        a_device(rank, server, relative_speed=speeds[rank] if speeds else 1.0, **changes)
-        for rank, server in enumerate(names)
-    )
-    links = tuple(Link(a=name, b="switch", bandwidth_bytes_per_s=bandwidth) for name in dict.fromkeys(names))
-    return ClusterTopology(devices=devices, links=links)
-
-
-def a_model(
-    times: Sequence[float], *, num_bytes: int = 0, gradient_bytes: int = 0, value_bytes: Sequence[int] = ()
-) -> ModelProfile:
-    """Layers of which backwards take twice as long as forwards."""
-    sizes = value_bytes or [num_bytes] * (len(times) - 1)
-    values = tuple(
-        CrossingValue(producer=index, last_reader=index + 1, forward_bytes=size, gradient_bytes=size)
-        for index, size in enumerate(sizes)
-    )
-    layers = tuple(
-        LayerProfile(name=str(index), forward_flops=1.0, param_bytes=gradient_bytes, trainable_bytes=gradient_bytes)
-        for index in range(len(times))
-    )
-    return a_profile(times, [2 * seconds for seconds in times], values=values, layers=layers)
-
-
-def a_mapping_setting(
-    profile: ModelProfile, topology: ClusterTopology, num_stages: int, num_replicas: int, num_microbatches: int
-) -> MappingSetting:
-    return MappingSetting(
-        cost=CostModel(profile),
-        network=LinkNetwork(topology),
-        num_stages=num_stages,
-        num_replicas=num_replicas,
-        num_microbatches=num_microbatches,
-    )
-
-
-def simulated_s(setting: MappingSetting, grid: Grid, cuts: tuple[int, ...], shares: tuple[int, ...]) -> float:
-    return simulate(Objective(setting.pipelines(grid, shares)).step_work(cuts, setting.depths)).step_s
 
 
 def every_mapping(setting: MappingSetting, *, keeps_rank_0: bool) -> list[Grid]:
@@ -253,113 +195,6 @@ def assert_is_told_rightly(setting: MappingSetting, found: MappingChoice) -> Non
     assert found.lower_bound_s <= found.step_s * SAME
 
 
-# Symmetry ------------------------------------------------------------------
-
-
-def test_folding_finds_the_same_with_fewer_mappings() -> None:
-    profile = a_model([1.0, 2.0, 3.0, 2.0], num_bytes=3, gradient_bytes=4)
-    topology = a_cluster("AABB", [1.0, 1.0, 0.5, 0.5])
-    for num_stages, num_replicas in ((4, 1), (2, 2)):
-        setting = a_mapping_setting(profile, topology, num_stages, num_replicas, 8)
-        folded = choose_mapping(setting, max_exact=10_000)
-        unfolded = choose_mapping(setting, max_exact=10_000, fold=False)
-        assert folded.step_s == pytest.approx(unfolded.step_s)
-        assert folded.free_step_s == pytest.approx(unfolded.free_step_s)
-        assert 3 * folded.num_scored <= unfolded.num_scored
-
-
-@pytest.mark.parametrize(
-    ("names", "speeds", "num_orders"),
-    [
-        ("AAAA", [], 1),
-        ("AABB", [], 3),  # AABB, ABAB, ABBA
-        ("AABB", [1.0, 1.0, 0.5, 0.5], 6),
-        ("ABCD", [], 1),
-        ("ABC", [1.0, 0.5, 0.25], 6),
-        ("ABBC", [], 6),
-    ],
-)
-def test_orders_without_their_mirror_images(names: str, speeds: list[float], num_orders: int) -> None:
-    topology = a_cluster(names, speeds)
-    assert len(list(distinct_orders(topology, len(names)))) == num_orders
-    assert len(list(distinct_orders(topology, len(names), fold=False))) == math.factorial(len(names))
-
-
-def test_pairs_of_joined_devices_are_alike_as_pairs() -> None:
-    """0=1 and 2=3 over links of their own: 0, 1, 2, 3 and 0, 2, 1, 3 differ; turning a pair around does not."""
-    devices = tuple(a_device(rank) for rank in range(4))
-    up = [Link(a=f"rank {rank}", b="A", bandwidth_bytes_per_s=1.0) for rank in range(4)]
-    pairs = [Link(a=f"rank {a}", b=f"rank {a + 1}", bandwidth_bytes_per_s=9.0) for a in (0, 2)]
-    topology = ClusterTopology(devices=devices, links=(*up, *pairs))
-    assert list(distinct_orders(topology, 4)) == [(0, 1, 2, 3), (0, 2, 1, 3), (0, 2, 3, 1)]
-    assert Symmetries(topology).first_of_orbits(()) == (0,)
-    assert len(set(twin_classes(LinkNetwork(topology)))) == 4  # no two alone are alike
-
-
-# Placements ----------------------------------------------------------------
-
-
-def test_placements() -> None:
-    found = placements(a_cluster("AABB"), 2, 2)
-    assert found["launcher"] == ((1, 0), (3, 2))
-    # Both replicas of a stage in one server.
-    assert ((2, 0), (3, 1)) in found.values()
-    assert len(set(found.values())) == len(found)
-    for grid in found.values():
-        assert sorted(rank for ranks in grid for rank in ranks) == [0, 1, 2, 3]
-
-
-def test_policies_of_placement_differ_where_servers_do_not_divide() -> None:
-    """Stages of two replicas on servers of 3 and 3, from the last: append fills A up, fresh begins B."""
-    found = placements(a_cluster("AAABBB"), 3, 2).values()
-    stages = [[sorted(stage) for stage in zip(*grid, strict=True)] for grid in found]
-    assert [[4, 5], [2, 3], [0, 1]] in stages  # append
-    assert [[2, 5], [3, 4], [0, 1]] in stages  # fresh
-    assert [[2, 5], [1, 4], [0, 3]] in stages  # scatter
-
-
-def test_rank_0_is_brought_to_its_place() -> None:
-    assert with_rank_0_last(((1, 2), (0, 3))) == ((3, 0), (1, 2))
-    assert with_rank_0_last(((1, 2), (4, 3))) == ((1, 0), (4, 3))
-
-
-# What is told of links -----------------------------------------------------
-
-
-def test_link_loads_by_hand() -> None:
-    """Two servers, A: stage 1, B: stage 0; 3 micro-batches of 4 bytes there and 4 back, 1 byte a second."""
-    setting = a_mapping_setting(a_model([10.0, 10.0], num_bytes=4), a_cluster("AB"), 2, 1, 3)
-    found = choose_mapping(setting)
-    loads = {(load.sender, load.receiver): load for load in found.link_loads()}
-    assert set(loads) == {("B", "switch"), ("switch", "A"), ("A", "switch"), ("switch", "B")}
-    for load in loads.values():
-        assert (load.stage_bytes, load.reduction_bytes, load.num_bytes) == (12, 0, 12)
-        assert load.busy_share == pytest.approx(12 / found.step_s)
-        assert load.contended_share == 0
-        assert load.contending_flows == ()
-    assert [(flow.sender, flow.receiver) for flow in loads["B", "switch"].flows] == [(1, 0)]
-
-
-def test_flows_that_contend_are_named() -> None:
-    """Two replicas across the same two servers: their messages meet on the servers' links, and so do their sums."""
-    profile = a_model([1.0, 1.0], num_bytes=4, gradient_bytes=6)
-    setting = a_mapping_setting(profile, a_cluster("AABB"), 2, 2, 4)
-    work = Objective(setting.pipelines(((2, 0), (3, 1)), (2, 2))).step_work((1,), setting.depths)
-    timeline = simulate(work)
-    load = next(load for load in link_loads(work, timeline) if load.sender == "B")
-    assert load.stage_bytes == 2 * 2 * 4
-    assert load.reduction_bytes == 0  # both replicas of a stage are in one server
-    assert {(flow.sender, flow.receiver) for flow in load.contending_flows} == {(2, 0), (3, 1)}
-    assert load.contended_share == pytest.approx(16 / timeline.step_s)
-    across = Objective(setting.pipelines(((1, 0), (3, 2)), (2, 2))).step_work((1,), setting.depths)
-    load = next(load for load in link_loads(across, simulate(across)) if load.sender == "B")
-    assert (load.stage_bytes, load.reduction_bytes) == (0, 2 * 6)
-    assert len(load.contending_flows) == 2
-
-
-# What is refused -----------------------------------------------------------
-
-
 def test_too_few_devices_layers_or_microbatches_are_refused() -> None:
     profile, topology = a_model([1.0] * 3), a_cluster("AABB")
     with pytest.raises(ConfigurationError, match=r"3 stages x 2 replicas need 6 devices.*has 4.*num_stages"):
@@ -382,46 +217,3 @@ def test_memory_is_a_limit(max_exact: int) -> None:
     small = ClusterTopology(devices=tuple(a_device(rank, memory_bytes=4_500) for rank in range(3)))
     with pytest.raises(ConfigurationError, match="no partition was found that fits the devices' memory"):
         choose_mapping(a_mapping_setting(profile, small, 3, 1, 4), max_exact=max_exact)
-
-
-# The type ------------------------------------------------------------------
-
-
-def test_a_device_mapping_says_unlike_numbers_of_replicas() -> None:
-    mapping = DeviceMapping(stage_ranks=((1, 2, 3), (0,)))
-    assert (mapping.num_stages, mapping.num_replicas, mapping.ranks) == (2, None, (0, 1, 2, 3))
-    assert mapping.idle_ranks(6) == (4, 5)
-    with pytest.raises(PlanError, match=r"\[3, 1\]"):
-        mapping.pipeline_ranks(0)
-    layout = ParallelLayout(num_stages=4, num_replicas=2)
-    of_layout = DeviceMapping.of_layout(layout)
-    assert [of_layout.pipeline_ranks(index) for index in (0, 1)] == [(3, 2, 1, 0), (7, 6, 5, 4)]
-
-
-@pytest.mark.parametrize(
-    ("stage_ranks", "expected"),
-    [
-        ((), "empty"),
-        (((1,), ()), "stage 1 has no rank"),
-        (((1,), (0, 1)), "rank 1 is on stage 0 and on stage 1"),
-        (((0,), (1,)), "rank 0 must be the first one of the last stage"),
-        (((1,), (0, -2)), "names -2"),
-        (((True,), (0,)), "names True"),
-        ([(1,), (0,)], "tuple of tuples"),
-    ],
-)
-def test_a_wrong_device_mapping_is_refused(stage_ranks: tuple[tuple[int, ...], ...], expected: str) -> None:
-    with pytest.raises(PlanError, match=expected):
-        DeviceMapping(stage_ranks=stage_ranks)
-
-
-def test_a_fast_device_is_no_mirror_image_of_a_slow_one() -> None:
-    topology = a_cluster("AAA", [1.0, 0.5, 1.0])
-    assert list(distinct_orders(topology, 2, first=0)) == [(0, 1), (0, 2)]
-
-
-def test_devices_alike_in_name_but_not_in_speed_are_no_twins() -> None:
-    devices = [a_device(0), a_device(1, relative_speed=0.5), a_device(2)]
-    topology = ClusterTopology(devices=tuple(devices))
-    classes = twin_classes(LinkNetwork(topology))
-    assert classes[0] == classes[2] != classes[1]
