@@ -56,6 +56,8 @@ class AbsentTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.equal.default and not _computing_shapes:
+            return args[0] is args[1]  # what looks a parameter up in a list
         if not _computing_shapes and func not in _SHAPELESS:
             raise _value_needed(func, args, kwargs)
         return _run_on_meta(func, args, kwargs)

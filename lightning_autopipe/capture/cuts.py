@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -230,21 +232,62 @@ def _join_negligible(trace: StepTrace, bounds: list[int]) -> list[int]:
     return kept
 
 
-def layers_from_keys(trace: StepTrace, table: CutTable, keys: Sequence[CutKey]) -> tuple[Layer, ...]:
-    """Split a trace where layers of these names begin, as far as it has such places, in this order.
+@dataclass(frozen=True, slots=True)
+class PlannedLayers:
+    """What is kept of the planned trace: where its layers begin, and which calls it has (path and index)."""
 
-    What is drawn in a layer must not depend on the trace: each shape and path has the layers of the planned one.
+    keys: tuple[CutKey, ...]
+    calls: frozenset[tuple[str, int]]
+
+    @classmethod
+    def of(cls, trace: StepTrace) -> PlannedLayers:
+        """Those of a trace, without its tensors."""
+        calls = frozenset((call.module_path, call.call_index) for call in trace.calls)
+        return cls(tuple(layer.key for layer in trace.layers), calls)
+
+
+def layers_as_planned(trace: StepTrace, table: CutTable, planned: PlannedLayers) -> tuple[Layer, ...]:
+    """Split a trace where the layers of the planned one begin, as far as it has such places, in this order.
+
+    What is drawn in a layer must not depend on the trace: each shape and path has the layers of the planned one. Calls
+    that the planned path does not make are layers of their own, so that a stage may begin with one.
     """
-    starts = [(0, 0)]  # position, index of the layer
+    starts = _starts_of_keys(trace, planned.keys)
+    known = planned.calls
+    for call in trace.calls:
+        is_new = (call.module_path, call.call_index) not in known
+        if is_new and call.parent is not None and (call.parent.module_path, call.parent.call_index) in known:
+            key = CutKey(call.module_path, call.call_index, 0)
+            starts.setdefault(call.start, (_number(f"{key}"), key))
+            starts.setdefault(call.stop, (_number(f"behind {key}"), CutKey(key.module_path, key.call_index, -1)))
+    starts.pop(len(trace.operations), None)
+    return _layers(trace, table, starts)
+
+
+def layers_from_keys(trace: StepTrace, table: CutTable, keys: Sequence[CutKey]) -> tuple[Layer, ...]:
+    """Split a trace where layers of these names begin, as far as it has such places, in this order."""
+    return _layers(trace, table, _starts_of_keys(trace, keys))
+
+
+def _starts_of_keys(trace: StepTrace, keys: Sequence[CutKey]) -> dict[int, tuple[int, CutKey]]:
+    starts = {0: (0, keys[0])}  # by position: number and name of the layer
+    last = 0
     for index, key in enumerate(keys[1:], 1):
         position = trace.position_of(key)
-        if position is not None and position > starts[-1][0]:
-            starts.append((position, index))
-    stops = [position for position, _ in starts[1:]] + [len(trace.operations)]
-    return tuple(
-        _layer(trace, table, index, start, stop, keys[index])
-        for (start, index), stop in zip(starts, stops, strict=True)
-    )
+        if position is not None and position > last:
+            starts[position] = index, key
+            last = position
+    return starts
+
+
+def _layers(trace: StepTrace, table: CutTable, starts: Mapping[int, tuple[int, CutKey]]) -> tuple[Layer, ...]:
+    bounds = itertools.pairwise([*sorted(starts), len(trace.operations)])
+    return tuple(_layer(trace, table, starts[start][0], start, stop, starts[start][1]) for start, stop in bounds)
+
+
+def _number(name: str) -> int:
+    """A layer's number that no layer of the planned trace has."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest(), "little") + 2**32
 
 
 def _layer(trace: StepTrace, table: CutTable, index: int, start: int, stop: int, key: CutKey | None = None) -> Layer:

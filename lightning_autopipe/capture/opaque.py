@@ -7,6 +7,7 @@ Shapes alone do not decide what happens inside such a call; what it returns has 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -65,10 +66,16 @@ def shapes_of_result(
             tensors of shapes that are known beforehand.
     """
     generator = torch.Generator().manual_seed(0)  # alike on every rank
+    kept = _KeptAttributes(module)
     results = []
     for sign in (1.0, -1.0, None):
         draw = _Draw(generator, sign)
         results.append(_run_on_stand_ins(module, forward, args, kwargs, absent_form, before_run, draw))
+    changed = kept.changed()
+    if changed:
+        raise AbsentValueError(
+            f"it depends on values, and sets {', '.join(changed)}, which other stages would not see: return it instead."
+        )
     if any(_shapes(other) != _shapes(results[-1]) for other in results[:-1]):
         raise AbsentValueError("it depends on values, and so does the shape of what it returns.")
     return results[-1]
@@ -120,6 +127,38 @@ def _run_on_stand_ins(
         return AbsentTensor(_meta_twin(leaf, originals.values()), leaf.device, leaf.requires_grad)
 
     return tree.map_leaves(as_absent, result)
+
+
+class _KeptAttributes:
+    """What the submodules of a module keep besides parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._submodules = dict(module.named_modules())
+        self._before = {path: dict(sub.__dict__) for path, sub in self._submodules.items()}
+        self._contents = {path: self._content(path) for path in self._submodules}
+
+    def changed(self) -> list[str]:
+        """Give the names of the attributes that have changed, or whose content has."""
+        names: list[str] = []
+        for path, sub in self._submodules.items():
+            before, contents, now = self._before[path], self._contents[path], self._content(path)
+            for name in sorted({*sub.__dict__, *before} - {"forward"}):
+                same = sub.__dict__.get(name, names) is before.get(name, names) and now.get(name) == contents.get(name)
+                if not same:
+                    names.append(f"self.{path}.{name}" if path else f"self.{name}")
+        return names
+
+    def _content(self, path: str) -> dict[str, Any]:
+        """What tells that an attribute was written in place: a tensor's version, the items of a container."""
+        contents: dict[str, Any] = {}
+        for name, value in self._submodules[path].__dict__.items():
+            if isinstance(value, Tensor):
+                contents[name] = value._version
+            elif isinstance(value, dict):
+                contents[name] = [(key, id(item)) for key, item in value.items()]
+            elif isinstance(value, (list, set, deque)):
+                contents[name] = [id(item) for item in value]
+        return contents
 
 
 def _shapes(result: Any) -> list[Any]:

@@ -176,7 +176,7 @@ class Replay(OperationMode):
         if position >= self.num_operations:
             return self._compute(function, args, kwargs, run)
         op = self.operations[position]
-        if op.function is not function and op.function != function:
+        if (op.function is not function and op.function != function) or self._has_other_parameters(op, args):
             mismatch = self._mismatch(f"operation {position} was {op.name}, now it is {function}")
             if position < self.start or not self.program.is_last or (mismatch.can_retry and self._draws_behind()):
                 raise mismatch
@@ -315,6 +315,14 @@ class Replay(OperationMode):
         if layer_index != self.keyed_layer:  # a module's call begins where the operation before it ended
             self.keyed_layer = layer_index
             seed_torch(layer_seed(self.microbatch_seed, layer_index), self.program.device)
+
+    def _has_other_parameters(self, op: Operation, args: tuple[Any, ...]) -> bool:
+        """Tell whether an operation takes another layer's parameters than the recorded one, whose place it has."""
+        names = self.trace.state_names
+        return any(
+            (name := names.get(id(arg))) is not None and name not in op.parameters and name not in op.buffers
+            for arg in args
+        )
 
     def _draws_behind(self) -> bool:
         """Tell whether random numbers are drawn from here on; they are keyed by layers of the path that is taken."""

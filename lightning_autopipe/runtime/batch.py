@@ -52,9 +52,12 @@ class BatchSplit:
         return [_replace(batch, {path: piece[index] for path, piece in pieces.items()}) for index in range(len(sizes))]
 
 
-def microbatch_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
-    """Give sizes as even as they can be, larger ones first; fewer micro-batches where there are fewer samples."""
-    count = max(1, min(num_microbatches, batch_size))
+def microbatch_sizes(batch_size: int, num_microbatches: int, *, min_samples: int = 1) -> tuple[int, ...]:
+    """Give sizes as even as they can be, larger ones first; fewer micro-batches where there are fewer samples.
+
+    None has fewer than `min_samples`, as far as there are so many.
+    """
+    count = max(1, min(num_microbatches, batch_size // min_samples))
     base, larger = divmod(batch_size, count)
     return tuple(base + 1 if index < larger else base for index in range(count))
 
@@ -64,7 +67,9 @@ def structure_of(batch: Any) -> tuple[Any, ...]:
     return tuple((path, leaf.dim() if isinstance(leaf, Tensor) else None) for path, leaf in _units(batch))
 
 
-def find_split(batch: Any, probe: Probe, *, given: Mapping[str, int | None] | None = None) -> BatchSplit:
+def find_split(
+    batch: Any, probe: Probe, *, given: Mapping[str, int | None] | None = None, trusts_sizes: bool = False
+) -> BatchSplit:
     """Find out how a batch is split, by running the step on shapes with another number of samples.
 
     Each leading size that occurs is tried as the batch size; the step must run with exactly one of them. A leaf whose
@@ -75,6 +80,7 @@ def find_split(batch: Any, probe: Probe, *, given: Mapping[str, int | None] | No
         batch: the step's arguments with the first batch, as `(args, kwargs)`.
         probe: runs the step on shapes.
         given: the user's `split_batch`, by leaf path joined with dots.
+        trusts_sizes: whether leaves of the batch's size have one entry a sample, where the step runs either way.
 
     Raises:
         BatchError: no way or more than one way to split the batch keeps the step running.
@@ -97,7 +103,8 @@ def find_split(batch: Any, probe: Probe, *, given: Mapping[str, int | None] | No
         running = _leaving_some_whole(batch, units, candidates, probe)
     if len(running) != 1:
         raise BatchError(_explain(units, running))
-    _refuse_ambiguous(batch, units, running[0], probe)
+    if not trusts_sizes:
+        _refuse_ambiguous(batch, units, running[0], probe)
     return running[0]
 
 

@@ -8,6 +8,7 @@ alive there, and runs the end of the step on the whole batch. Its gradients go b
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +21,14 @@ from lightning_autopipe.runtime.step_capture import StepCapture
 _WAY_OUT = "Set num_microbatches=1 (and loss_over='microbatch') to run whole batches."
 
 
-def find_rest(step_name: str, whole: StepCapture, part: StepCapture) -> int:
+class Joint(NamedTuple):
+    """How a value's parts are joined: along which dimension (None: it has no samples), with how many rows a sample."""
+
+    dim: int | None
+    num_views: int
+
+
+def find_rest(step_name: str, whole: StepCapture, part: StepCapture, sizes: tuple[int, int]) -> int:
     """Find where the rest of a step begins, which runs once on the whole batch.
 
     That is right behind the last layer: the last operation that takes a parameter of more than one element (a single
@@ -31,6 +39,7 @@ def find_rest(step_name: str, whole: StepCapture, part: StepCapture) -> int:
         step_name: Named in errors.
         whole: The step on a whole batch.
         part: The step on one of its micro-batches.
+        sizes: Samples of the batch, and of the micro-batch.
 
     Raises:
         CaptureError: there is no such place.
@@ -48,12 +57,11 @@ def find_rest(step_name: str, whole: StepCapture, part: StepCapture) -> int:
         )
     elements = trace.parameter_elements
     last = max((op.index for op in trace.operations if any(elements[n] > 1 for n in op.parameters)), default=0)
-    end = len(trace.operations) + (trace.end_reason is not None)  # what is behind an early end runs on the last stage
-    positions: list[int] = [*range(last + 1, end), *range(last, 0, -1)]
+    positions: list[int] = [*range(last + 1, len(trace.operations) + 1), *range(last, 0, -1)]
     for position in positions:
         if whole.table.keeps_meaning(position) and part.table.keeps_meaning(position):
-            dims = join_dims(whole, part, position)
-            if dims and any(dim is not None for dim in dims):
+            joints = find_joints(whole, part, position, sizes)
+            if any(joint.dim is not None for joint in joints):
                 return position
     raise CaptureError(
         f"loss_over='batch': {step_name} has no place behind its layers where every value has one entry a sample, so "
@@ -61,28 +69,48 @@ def find_rest(step_name: str, whole: StepCapture, part: StepCapture) -> int:
     )
 
 
-def join_dims(whole: StepCapture, part: StepCapture, position: int) -> tuple[int | None, ...]:
-    """Give, for each value that crosses `position`, the dimension that counts samples; None: it has no samples.
+def find_joints(whole: StepCapture, part: StepCapture, position: int, sizes: tuple[int, int]) -> tuple[Joint, ...]:
+    """Give, for each value that crosses `position`, how the micro-batches' parts of it are joined.
 
-    Nothing at all where a value depends on the batch and has not exactly one such dimension.
+    Nothing at all where a value depends on the batch and has not exactly one dimension that counts samples.
+
+    Args:
+        whole: The step on a whole batch.
+        part: The step on one of its micro-batches.
+        position: In both traces.
+        sizes: Samples of the batch, and of the micro-batch.
     """
     values = [whole.trace.values[v] for v in whole.table.crossing[position]]
     parts = [part.trace.values[v] for v in part.table.crossing[position]]
-    dims: list[int | None] = []
+    joints: list[Joint] = []
     for value, of_part in zip(values, parts, strict=True):
-        sizes = zip(value.absent.shape, of_part.absent.shape, strict=True)
-        differing = [dim for dim, (size, part_size) in enumerate(sizes) if size != part_size]
-        if len(differing) > 1 or (not differing and _depends_on_data(whole.trace, value)):
+        shapes = list(zip(value.absent.shape, of_part.absent.shape, strict=True))
+        differing = [dim for dim, (size, part_size) in enumerate(shapes) if size != part_size]
+        if not differing:
+            if _depends_on_data(whole.trace, value):
+                return ()
+            joints.append(Joint(None, 1))
+            continue
+        size, part_size = shapes[differing[0]]
+        num_views = size // sizes[0]
+        if len(differing) > 1 or (size, part_size) != (num_views * sizes[0], num_views * sizes[1]):
             return ()
-        dims.append(differing[0] if differing else None)
-    return tuple(dims)
+        joints.append(Joint(differing[0], num_views))
+    return tuple(joints)
 
 
 class JoinedValues:
-    """The values of all micro-batches at the place where the rest of the step begins."""
+    """The values of all micro-batches at the place where the rest of the step begins.
 
-    def __init__(self, dims: Sequence[int | None]) -> None:
-        self._dims = dims
+    Args:
+        joints: How each value is joined.
+        are_views_apart: Whether rows of several views of the samples are in the order of the views (as `torch.cat`
+            puts them), not in that of the samples.
+    """
+
+    def __init__(self, joints: Sequence[Joint], *, are_views_apart: bool) -> None:
+        self._joints = joints
+        self._are_views_apart = are_views_apart
         self._parts: dict[int, tuple[Tensor, ...]] = {}
         self._leaves: tuple[Tensor, ...] = ()
 
@@ -96,10 +124,10 @@ class JoinedValues:
     def join(self) -> tuple[Tensor, ...]:
         """Give each value of the whole batch, as a leaf that requires a gradient where one of its parts does."""
         joined = []
-        for slot, dim in enumerate(self._dims):
-            parts = [self._parts[index][slot] for index in sorted(self._parts)]
+        for slot, joint in enumerate(self._joints):
+            parts = self._of_slot(slot)
             with torch.no_grad():
-                leaf = parts[-1].detach().clone() if dim is None else torch.cat(parts, dim)
+                leaf = parts[-1].detach().clone() if joint.dim is None else self._joined(parts, joint)
             joined.append(leaf.requires_grad_(any(part.requires_grad for part in parts)))
         self._leaves = tuple(joined)
         return self._leaves
@@ -109,22 +137,48 @@ class JoinedValues:
 
         What parameters alone decide on is computed for each micro-batch, but was used once: its gradient goes to one.
         """
-        order = sorted(self._parts)
+        place = sorted(self._parts).index(microbatch_index)
         tensors, gradients = [], []
-        for slot, (leaf, dim) in enumerate(zip(self._leaves, self._dims, strict=True)):
+        for slot, (leaf, joint) in enumerate(zip(self._leaves, self._joints, strict=True)):
             tensor = self._parts[microbatch_index][slot]
             if leaf.grad is None or not tensor.requires_grad:
                 continue
-            if dim is None:
-                if microbatch_index != order[-1]:
-                    continue
+            if joint.dim is not None:
+                gradient = self._split(leaf.grad, self._of_slot(slot), joint)[place]
+            elif place == len(self._parts) - 1:
                 gradient = leaf.grad
             else:
-                sizes = [self._parts[index][slot].shape[dim] for index in order]
-                gradient = torch.split(leaf.grad, sizes, dim)[order.index(microbatch_index)]
+                continue
             tensors.append(tensor)
             gradients.append(gradient)
         return tensors, gradients
+
+    def _of_slot(self, slot: int) -> list[Tensor]:
+        return [self._parts[index][slot] for index in sorted(self._parts)]
+
+    def _joined(self, parts: Sequence[Tensor], joint: Joint) -> Tensor:
+        assert joint.dim is not None
+        if joint.num_views == 1 or not self._are_views_apart:
+            return torch.cat(list(parts), joint.dim)
+        return join_views(parts, joint.dim, joint.num_views)
+
+    def _split(self, gradient: Tensor, parts: Sequence[Tensor], joint: Joint) -> list[Tensor]:
+        assert joint.dim is not None
+        dim, num_views = joint.dim, joint.num_views
+        sizes = [part.shape[dim] for part in parts]
+        if num_views == 1 or not self._are_views_apart:
+            return list(torch.split(gradient, sizes, dim))
+        by_view = _by_view(gradient, dim, num_views)
+        return [p.flatten(dim, dim + 1) for p in torch.split(by_view, [size // num_views for size in sizes], dim + 1)]
+
+
+def join_views(parts: Sequence[Tensor], dim: int, num_views: int) -> Tensor:
+    """Join micro-batches of several views: all samples of the first view come first."""
+    return torch.cat([_by_view(part, dim, num_views) for part in parts], dim + 1).flatten(dim, dim + 1)
+
+
+def _by_view(tensor: Tensor, dim: int, num_views: int) -> Tensor:
+    return tensor.reshape(*tensor.shape[:dim], num_views, -1, *tensor.shape[dim + 1 :])
 
 
 def _depends_on_data(trace: StepTrace, value: Value) -> bool:

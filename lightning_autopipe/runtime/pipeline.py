@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.carried import CarriedState
@@ -84,7 +85,8 @@ class Pipeline:
         self._make_schedule = make_schedule
         self._schedule_name = schedule_name
         self._split_batch = split_batch
-        self._loss_over = loss_over
+        self.loss_over = loss_over
+        self.view_orders: dict[Hashable, bool] = {}  # of steps that pass several views of each sample at once
         self.batch_norm = batch_norm or BatchNormStatistics(module)
         self._splits: dict[Hashable, BatchSplit] = {}
         self.store = CaptureStore(module, self.device, is_cut=layout.num_stages > 1)
@@ -126,7 +128,7 @@ class Pipeline:
         trace, table = self.store.trace(step_name, args, kwargs, cut_after=cut_after, is_planned_by=True)
         if not trace.operations:
             raise CaptureError(f"{step_name} uses no parameter of the module: there is nothing to pipeline.")
-        if self._loss_over == "batch":
+        if self.loss_over == "batch":
             self._end_layers_before_rest(trace, table, step_name, args, kwargs, cut_after)
         if self.num_stages > 1:
             refuse_repeated_pass(trace, step_name)
@@ -154,7 +156,8 @@ class Pipeline:
             return
         part_args, part_kwargs = parts[0]
         whole, part = StepCapture(trace, table), StepCapture(*self.store.trace(step_name, part_args, part_kwargs))
-        rest = find_rest(step_name, whole, part)
+        batch_size, part_size = (self.batch_size(step_name, *one) for one in ((args, kwargs), parts[0]))
+        rest = find_rest(step_name, whole, part, (batch_size, part_size))
         positions = positions_after(trace, table, cut_after)
         for path, position in zip(cut_after, positions, strict=True):
             if position >= rest:
@@ -197,7 +200,13 @@ class Pipeline:
         finally:
             self.num_microbatches = before
         batch = (args, kwargs)
-        return split.split(batch, microbatch_sizes(split.batch_size(batch), num_microbatches))
+        sizes = microbatch_sizes(split.batch_size(batch), num_microbatches, min_samples=self.min_samples)
+        return split.split(batch, sizes)
+
+    @property
+    def min_samples(self) -> int:
+        """The fewest samples of a micro-batch: batch normalization has no statistics of one."""
+        return 2 if any(isinstance(m, _BatchNorm) and m.training for m in self.module.modules()) else 1
 
     def silent(self) -> contextlib.AbstractContextManager[None]:
         """Give a context in which `tracing` is true, for runs of the step's parts that must not count."""
@@ -237,7 +246,7 @@ class Pipeline:
             seed=self.seed,
             device=self.device,
             split_batch=self._split_batch,
-            loss_over=self._loss_over,
+            loss_over=self.loss_over,
         )
         twin.store.share_plan(self.store, is_cut=is_cut)
         return twin
@@ -326,9 +335,9 @@ class Pipeline:
         """
         split = self._split_of(step_name, args, kwargs)
         batch = (args, kwargs)
-        sizes = microbatch_sizes(split.batch_size(batch), self.num_microbatches)
+        sizes = microbatch_sizes(split.batch_size(batch), self.num_microbatches, min_samples=self.min_samples)
         microbatches = split.split(batch, sizes)
-        is_over_batch = self._loss_over == "batch" and step_name != "predict_step" and len(sizes) > 1
+        is_over_batch = self.loss_over == "batch" and len(sizes) > 1
         outcome = StepOutcome(sizes=sizes, is_over_batch=is_over_batch, loss_scale=loss_scale)
         if len(outcome.output_sizes) == 1 and self.layout.num_replicas == 1:
             outcome.loss_scale = None
@@ -383,7 +392,7 @@ class Pipeline:
             same_place = whole.end_reason is None or len(trace.operations) == len(whole.operations)
             return trace.inputs_read if same_place else None
 
-        return find_split((args[:1], kwargs), probe, given=self._split_batch)
+        return find_split((args[:1], kwargs), probe, given=self._split_batch, trusts_sizes=self.loss_over == "batch")
 
 
 def _first_names(module: nn.Module) -> dict[str, str]:

@@ -15,11 +15,12 @@ from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.replay import StageRun, TraceMismatchError
 from lightning_autopipe.core.errors import CaptureError
-from lightning_autopipe.runtime.batch_loss import JoinedValues, find_rest, join_dims
+from lightning_autopipe.runtime.batch_loss import JoinedValues, find_joints, find_rest
 from lightning_autopipe.runtime.executor import without_autocast
 from lightning_autopipe.runtime.loss import weighted_loss
 from lightning_autopipe.runtime.stage import StageForward, StageOutput
 from lightning_autopipe.runtime.step_capture import StepCapture, shape_key, state_key
+from lightning_autopipe.runtime.views import are_views_apart
 
 if TYPE_CHECKING:
     from lightning_autopipe.runtime.pipeline import Pipeline
@@ -216,7 +217,8 @@ class WholeBatchLastStage(StageStep):
         store = pipeline.store
         state = (step_name, state_key(pipeline.module))
         whole, part = (store.capture((state, shape_key(*one)), step_name, *one) for one in (batch, microbatches[0]))
-        self._rest = find_rest(step_name, whole, part)
+        sizes = (sum(outcome.sizes), outcome.sizes[0])
+        self._rest = find_rest(step_name, whole, part, sizes)
         if self._rest < part.bounds_of(pipeline.num_stages - 1)[0]:
             raise CaptureError(
                 f"loss_over='batch': the last stage begins behind the place from which on {step_name} has to run on "
@@ -224,7 +226,17 @@ class WholeBatchLastStage(StageStep):
             )
         super().__init__(pipeline, pipeline.num_stages - 1, step_name, microbatches, outcome, training, step)
         self._rest_program = store.program(whole, self._rest, None, step_name, *batch)
-        self._values = JoinedValues(join_dims(whole, part, self._rest))
+        joints = find_joints(whole, part, self._rest, sizes)
+        num_views = max(joint.num_views for joint in joints)
+        is_apart = False
+        if num_views > 1:
+            key = state, shape_key(*batch)
+            if key not in pipeline.view_orders:
+                pipeline.view_orders[key] = are_views_apart(
+                    pipeline.module, step_name, batch, microbatches, outcome.sizes, num_views
+                )
+            is_apart = pipeline.view_orders[key]
+        self._values = JoinedValues(joints, are_views_apart=is_apart)
         self._batch = batch
 
     def _bounds(self, capture: StepCapture) -> tuple[int, int | None]:

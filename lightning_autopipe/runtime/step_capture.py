@@ -17,11 +17,12 @@ from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.carried import CarriedState, find_carried_state
 from lightning_autopipe.capture.cuts import (
     CutTable,
+    PlannedLayers,
     check_owners,
     crossing_meaning,
     find_layers,
     is_same_path,
-    layers_from_keys,
+    layers_as_planned,
     positions_after,
     positions_from_keys,
     positions_from_owners,
@@ -69,7 +70,7 @@ class CaptureStore:
         self.cut_keys: tuple[CutKey, ...] = ()
         self.owners: dict[str, frozenset[int]] = {}
         self._planned_step = ""
-        self._layer_keys: tuple[CutKey, ...] = ()
+        self._planned: PlannedLayers | None = None
         self._captures: OrderedDict[Hashable, list[StepCapture]] = OrderedDict()  # the usual path first
 
     def trace(
@@ -111,8 +112,8 @@ class CaptureStore:
                 **({} if key is None else {"key": key}),
             )
         table = CutTable(trace)
-        if self._layer_keys and step_name == self._planned_step and not is_planned_by:
-            trace.layers = layers_from_keys(trace, table, self._layer_keys)
+        if self._planned is not None and step_name == self._planned_step and not is_planned_by:
+            trace.layers = layers_as_planned(trace, table, self._planned)
         else:
             trace.layers = find_layers(trace, table, positions_after(trace, table, cut_after))
         return trace, table
@@ -149,13 +150,13 @@ class CaptureStore:
                 for name in (*op.parameters, *op.buffers):
                     owners.setdefault(name, set()).add(stage_index)
         self.owners = {name: frozenset(stages) for name, stages in owners.items()}
-        self._planned_step, self._layer_keys = step_name, tuple(layer.key for layer in trace.layers)
+        self._planned_step, self._planned = step_name, PlannedLayers.of(trace)
         self._captures.clear()
         return positions
 
     def share_plan(self, other: CaptureStore, *, is_cut: bool) -> None:
         """Have the layers of another store of the same module, and cut as it does, or nowhere."""
-        self._planned_step, self._layer_keys = other._planned_step, other._layer_keys
+        self._planned_step, self._planned = other._planned_step, other._planned
         if is_cut:
             self.num_stages, self.cut_keys, self.owners = other.num_stages, other.cut_keys, other.owners
 

@@ -16,7 +16,9 @@ from lightning_autopipe.strategy.communicator import Communicator
 
 
 class PipelineClipping:
-    """Makes ``torch.nn.utils.clip_grad_norm_`` take the norm over all stages, between `install` and `remove`.
+    """Makes ``clip_grad_norm_`` and ``get_total_norm`` of ``torch.nn.utils`` take the norm over all stages.
+
+    Between `install` and `remove`; a ``get_total_norm`` that was imported by its name before stays local.
 
     Lightning, a user's ``configure_gradient_clipping`` and other hooks all end there; each of them runs on every rank,
     so the call is collective over a pipeline: stages without gradients join, too. Clipping by value needs nothing.
@@ -48,11 +50,13 @@ class PipelineClipping:
         """Changes torch's function and the plugin; `remove` changes them back."""
         if self._communicator.layout.num_stages > 1:
             clip_grad._get_total_norm = self._total_norm
+            nn.utils.get_total_norm = self._total_norm
             self._plugin.__dict__["clip_grad_by_norm"] = self._clip
 
     def remove(self) -> None:
         """Undoes `install`."""
         clip_grad._get_total_norm = get_total_norm
+        nn.utils.get_total_norm = get_total_norm
         self._plugin.__dict__.pop("clip_grad_by_norm", None)
 
     def _clip(self, optimizer: Optimizer, clip_val: float | int) -> Any:
@@ -81,5 +85,6 @@ class PipelineClipping:
         return total_norm.to(gradients[0].device) if gradients else total_norm
 
     def _counted(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        uncounted = {id(p.grad) for p in self._module.parameters() if p.grad is not None and not self._counts(p)}
-        return [gradient for gradient in gradients if id(gradient) not in uncounted]
+        own = {id(p.grad): self._counts(p) for p in self._module.parameters() if p.grad is not None}
+        is_counting = self._communicator.is_last_stage  # tensors that are nobody's gradients: every stage has them
+        return [gradient for gradient in gradients if own.get(id(gradient), is_counting)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from typing import Any
 
@@ -21,9 +22,9 @@ _MAX_DIFFERENCE = 0.1  # relative: what is above it is another loss, what is bel
 def check_loss(
     pipeline: Pipeline, *, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_microbatches: int
 ) -> None:
-    """Compare the loss of a few samples with that of their halves, in evaluation mode, and leave all as it was.
+    """Compare the loss of a batch with that of its parts, in evaluation mode, and leave all as it was.
 
-    A sum over samples, a root of a mean or a loss that compares samples (contrastive) is another number by halves;
+    A sum over samples, a root of a mean or a loss that compares samples (contrastive) is another number by parts;
     micro-batches and replicas would train on another loss than one device. Nothing is said where the step draws random
     numbers or does not run in evaluation mode.
 
@@ -40,36 +41,42 @@ def check_loss(
     batch_size = pipeline.batch_size(step_name, args, kwargs)
     if batch_size < 2:
         return
-    few = pipeline.split_into(step_name, args, kwargs, max(1, min(num_microbatches, batch_size // 2)))[0]
+    num_parts = max(2, min(num_microbatches, batch_size // 2))
     try:
-        losses = _losses(pipeline, step_name, *few)
+        losses = _losses(pipeline, step_name, args, kwargs, num_parts)
     except Exception as error:
-        _log.debug("The loss of parts of a batch was not compared: %s: %s", type(error).__name__, error)
+        _log.info("Not checked whether the loss is a mean over samples: %s: %s", type(error).__name__, error)
         return
     if losses is None:
         return
-    whole, by_halves, resolution = losses
-    difference = abs(whole - by_halves) / max(abs(whole), abs(by_halves), 1e-30)
-    if not difference > _ROUNDING * resolution:
+    whole, by_parts, resolution = losses
+    difference = abs(whole - by_parts) / max(abs(whole), abs(by_parts), 1e-30)
+    if difference <= _ROUNDING * resolution or not math.isfinite(whole):
         return
     told = (
-        f"{step_name}'s loss is no mean over samples: {pipeline.batch_size(step_name, *few)} of them have the loss "
-        f"{whole:.6g}, and the mean of their halves' losses, weighted by samples or known targets, is {by_halves:.6g}. "
-        "Micro-batches and replicas take such a mean. "
+        f"{step_name}'s loss is no mean over samples: {batch_size} of them have the loss {whole:.6g}, and the mean of "
+        f"the losses of {num_parts} parts, weighted by samples or known targets, is {by_parts:.6g}. Micro-batches and "
+        "replicas take such a mean. "
     )
+    if pipeline.loss_over == "batch":
+        raise CaptureError(
+            f"loss_over='batch': {step_name}'s loss of {batch_size} samples is {whole:.6g}, but {by_parts:.6g} where "
+            f"its layers run in {num_parts} parts: some layer mixes the samples of a batch. Set num_microbatches=1; "
+            "verify=False turns this check off and trains on the other loss."
+        )
     ways_out = (
         'Return {"loss": loss, "loss_weight": n} if it is a mean over n things, divide a sum by the number of samples, '
         "set loss_over='batch' if it compares samples, or num_microbatches=1"
     )
-    if difference > _MAX_DIFFERENCE:
+    if not difference <= _MAX_DIFFERENCE:
         raise CaptureError(f"{told}{ways_out}; verify=False turns this check off and trains on the other loss.")
     warnings.warn(f"{told}{ways_out}.", stacklevel=2)
 
 
 def _losses(
-    pipeline: Pipeline, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    pipeline: Pipeline, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_parts: int
 ) -> tuple[float, float, float] | None:
-    """Give the loss of the whole, the weighted mean over its halves, and the loss's resolution."""
+    """Give the loss of the whole, the weighted mean over its parts, and the loss's resolution."""
     module = pipeline.module
     found = []
     resolution = 0.0
@@ -79,8 +86,8 @@ def _losses(
         draws = trace.draw_functions or any(call.draws_python for call in trace.calls)
         if draws or any(op.is_random for op in trace.operations) or trace.written_parameters:
             return None
-        for num_parts in (1, 2):
-            twin = pipeline.in_process(is_cut=False, num_microbatches=num_parts)
+        for num_microbatches in (1, num_parts):
+            twin = pipeline.in_process(is_cut=False, num_microbatches=num_microbatches)
             outcome = twin.run(step_name, args, kwargs, training=False, step=0)
             weights = torch.stack(outcome.weights)
             if len(outcome.losses) != len(outcome.weights) or not bool(weights.sum() > 0):

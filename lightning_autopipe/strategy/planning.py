@@ -132,7 +132,7 @@ def plan_pipeline(
             num_replicas=layout.num_replicas,
             num_microbatches=options.num_microbatches,
             world_size=layout.world_size,
-            batch_size=batch_size,
+            batch_size=max(1, batch_size // pipeline.min_samples),
         )
         is_chosen = options.num_microbatches != "auto" or options.deferred_batch_norm is True
         if not is_chosen and sizes.num_microbatches > 1 and communicator.global_rank == 0:

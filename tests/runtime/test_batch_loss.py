@@ -56,6 +56,31 @@ class Spread(nn.Module):
         return (h - h.mean(0)).square().mean().sqrt() + torch.cdist(h, h).mean()
 
 
+class Views(nn.Module):
+    """Two views of each sample in one pass: by views, or by samples."""
+
+    def __init__(self, *, apart: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tower = tower()
+        self.apart = apart
+        self.double()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        views = [batch["a"], batch["b"]]
+        x = torch.cat(views) if self.apart else torch.stack(views, 1).flatten(0, 1)
+        z = F.normalize(self.tower(x), dim=-1)
+        a, b = z.chunk(2) if self.apart else (z[::2], z[1::2])
+        return F.cross_entropy(4 * a @ b.t(), torch.arange(len(a))) + F.mse_loss(z @ z.t(), torch.eye(len(z)).double())
+
+
+class Shuffled(Views):
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = torch.cat([batch["a"].flip(0), batch["b"]])
+        z = self.tower(x)
+        return F.mse_loss(z @ z.t(), torch.eye(len(z)).double())
+
+
 def pairs(num_samples: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {name: torch.randn(num_samples, WIDTH, dtype=torch.float64, generator=generator) for name in ("a", "b")}
@@ -163,3 +188,38 @@ def test_layers_end_before_the_samples_are_mixed() -> None:
     assert_close(run_once(module, batch, num_stages=3, **options), run_plain(module, batch))
     with pytest.raises(ConfigurationError, match="num_stages=6"):
         run_once(module, batch, num_stages=6, **options)
+
+
+@pytest.mark.parametrize("num_samples", [8, 7])
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("apart", [True, False])
+def test_views_of_each_sample_in_one_pass(apart: bool, num_stages: int, num_samples: int) -> None:
+    module, batch = Views(apart=apart), pairs(num_samples)
+    options = {"num_microbatches": 3, "schedule_name": "gpipe", "loss_over": "batch"}
+    assert_close(run_once(module, batch, num_stages=num_stages, **options), run_plain(module, batch))
+
+
+def test_views_in_another_order_are_refused() -> None:
+    with pytest.raises(CaptureError, match="2 rows for each sample, in an order that is neither"):
+        run_once(
+            Shuffled(apart=True), pairs(8), num_stages=2, num_microbatches=2, schedule_name="gpipe", loss_over="batch"
+        )
+
+
+class Embeds(TwoTowers):
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        a, b = self.a(batch["a"]), self.b(batch["b"])
+        return {"alike": a @ b.t(), "a": a}
+
+
+def test_a_prediction_is_that_of_the_whole_batch() -> None:
+    module, batch = Embeds().eval(), pairs(6)
+    pipeline = make_pipeline(
+        module, (batch, 0), num_stages=2, num_microbatches=3, schedule_name="gpipe", loss_over="batch"
+    )
+    with torch.no_grad():
+        outcome = pipeline.run("predict_step", (batch, 0), {}, training=False, step=0)
+        reference = module.predict_step(batch, 0)
+    assert outcome.output_sizes == (6,)
+    for name, value in reference.items():
+        torch.testing.assert_close(outcome.outputs[0][name], value, rtol=1e-12, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def root(h: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [summed, contrastive])
 def test_another_loss_is_an_error_with_the_ways_out(loss: Loss) -> None:
-    with pytest.raises(CaptureError, match=r"no mean over samples: 4 of them .* loss_over='batch'.* verify=False"):
+    with pytest.raises(CaptureError, match=r"no mean over samples: 8 of them .* loss_over='batch'.* verify=False"):
         checked(loss)
 
 
@@ -100,6 +101,29 @@ def test_nothing_is_said(loss: Loss, size: int) -> None:
 
 def test_a_loss_over_the_batch_is_that_of_the_whole() -> None:
     checked(contrastive, loss_over="batch", schedule_name="gpipe")
+
+
+def test_a_loss_over_the_batch_of_layers_that_mix_samples_is_an_error() -> None:
+    class Mixes(Network):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            hidden = self.layers[0](batch[0])
+            return contrastive(self.layers[1](hidden - hidden.mean(0)), batch[1])
+
+    module, batch = Mixes(contrastive, has_norm=False), batch_of(8)
+    options: Any = {"num_microbatches": 2, "schedule_name": "gpipe", "loss_over": "batch"}
+    pipeline = make_pipeline(module, (batch, 0), num_stages=2, **options)
+    with pytest.raises(CaptureError, match=r"where its layers run in 2 parts: some layer mixes"):
+        check_loss(pipeline, step_name="training_step", args=(batch, 0), kwargs={}, num_microbatches=2)
+
+
+def test_parts_without_a_finite_loss_are_found() -> None:
+    def variance(h: Tensor, target: Tensor) -> Tensor:
+        return h.square().mean() + h.var(0).mean()  # of one sample: NaN
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says so
+        with pytest.raises(CaptureError, match="no mean over samples"):
+            checked(variance, size=3)
 
 
 def test_one_sample_has_no_halves() -> None:
