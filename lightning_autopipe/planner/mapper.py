@@ -12,7 +12,7 @@ from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
-from lightning_autopipe.planner.mapping_bound import Candidate
+from lightning_autopipe.planner.mapping_bound import Candidate, MappingBound
 from lightning_autopipe.planner.mapping_choice import MappingChoice
 from lightning_autopipe.planner.mapping_prices import MappingPrices
 from lightning_autopipe.planner.mapping_search import MappingSearch, is_less, unlike
@@ -46,7 +46,8 @@ _NUM_SETTLED = 2
 _NUM_ROUNDS = 3
 """Of partition and exchanges in turn."""
 MAX_SIMULATED = 3_000_000
-"""Actions times devices up to which a mapping is simulated; above, steps are predicted as if no links were shared."""
+"""Actions times devices up to which a mapping is simulated; above, a step is what it takes without shared links, or
+the bound if that is more."""
 _MAX_FINALISTS = 16
 _SIMULATED_ACTIONS = 2_000
 """As many of the best partitions of a mapping are simulated as have so many actions together, but 1 to 16."""
@@ -233,6 +234,8 @@ class _Chooser:
             num_finalists = max(1, min(_MAX_FINALISTS, _SIMULATED_ACTIONS // num_actions))
             choice = partitions.choice(is_exact=False, num_finalists=num_finalists)
             cuts, step_s = choice.partition.cut_points, choice.step_s
+        else:  # links are shared at least as far as the bound knows it
+            step_s = max(step_s, MappingBound(self._prices, candidate.grid, cuts, candidate.shares).score()[1])
         if step_s * _SAME >= below_s:
             return None
         return _Found(grid=candidate.grid, cuts=cuts, shares=candidate.shares, step_s=step_s, is_simulated=is_simulated)
