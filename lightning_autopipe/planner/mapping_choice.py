@@ -29,7 +29,8 @@ class MappingChoice:
     lower_bound_s: float
     """What no mapping of these devices can be below."""
     is_exact: bool
-    """Whether no other mapping with any other partition is better."""
+    """Whether no other mapping with any other partition is better, each with the shares that `share_microbatches`
+    gives it by the time that replicas take for one micro-batch; of few micro-batches other shares can be better."""
     is_simulated: bool
     """Whether `step_s` counts that transfers share links; it does but for very many devices."""
     num_scored: int

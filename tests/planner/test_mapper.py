@@ -69,9 +69,9 @@ def test_small_clusters_are_as_good_as_brute_force(data: st.DataObject) -> None:
     free_s = brute_force(setting, keeps_rank_0=False)
     assert free_s / SAME <= found.free_step_s <= free_s * SAME
     assert found.lower_bound_s <= found.step_s * SAME
-    searched = choose_mapping(setting, max_exact=0)
+    searched = choose_mapping(setting, max_exact=0)  # may be better: its shares may be those for other cuts
     assert not searched.is_exact
-    assert searched.step_s * SAME >= best_s
+    assert searched.lower_bound_s <= searched.step_s * SAME
 
 
 @given(st.data())
