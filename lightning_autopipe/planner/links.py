@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from lightning_autopipe.core.cluster import ClusterTopology, rank_point
+from lightning_autopipe.core.cluster import ClusterTopology, rank_of_point, rank_point
 from lightning_autopipe.core.errors import ConfigurationError
 
 _TYPICAL_BYTES = 2**20
@@ -45,7 +45,7 @@ class LinkNetwork:
     """Routes over a cluster's links.
 
     A device stands at the point ``"rank N"`` where a link names it, else at its server's. Devices at one point reach
-    each other in no time.
+    each other in no time. No way leads through a third device.
 
     Args:
         topology: devices and links.
@@ -119,6 +119,8 @@ class LinkNetwork:
             if point in tree:
                 continue
             tree[point] = (before, last)
+            if point != begin and rank_of_point(point) is not None:
+                continue  # a device hands nothing on
             for neighbour, channel in self._ways[point]:
                 if neighbour not in tree:
                     link = links[self.channels[channel].link_index]

@@ -32,6 +32,15 @@ def test_a_way_leads_over_switches_and_names_its_slowest_link() -> None:
     assert len(network.route(0, 1).channels) == 2
 
 
+def test_no_way_leads_through_another_device() -> None:
+    devices = tuple(Device(global_rank=rank, server="A", model="gpu", memory_bytes=1) for rank in range(3))
+    to_switch = [Link(a=f"rank {rank}", b="A", bandwidth_bytes_per_s=1e9) for rank in range(3)]
+    bridges = [Link(a=f"rank {rank}", b=f"rank {rank + 1}", bandwidth_bytes_per_s=50e9) for rank in range(2)]
+    network = LinkNetwork(ClusterTopology(devices=devices, links=(*to_switch, *bridges)))
+    assert network.route(0, 1).bandwidth_bytes_per_s == 50e9
+    assert network.route(0, 2).bandwidth_bytes_per_s == 1e9
+
+
 def test_of_two_ways_the_faster_is_taken() -> None:
     slow = Link(a="A", b="B", bandwidth_bytes_per_s=1e6)
     fast = [Link(a=a, b=b, bandwidth_bytes_per_s=1e9) for a, b in ("AC", "CB")]
