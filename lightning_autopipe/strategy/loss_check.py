@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import Tensor
 
 from lightning_autopipe.core.errors import CaptureError
 from lightning_autopipe.profiling.unchanged import unchanged
@@ -76,24 +77,29 @@ def check_loss(
 def _losses(
     pipeline: Pipeline, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], num_parts: int
 ) -> tuple[float, float, float] | None:
-    """Give the loss of the whole, the weighted mean over its parts, and the loss's resolution."""
-    module = pipeline.module
-    found = []
-    resolution = 0.0
-    with unchanged(module, ()), pipeline.silent(), torch.no_grad():
-        module.eval()
-        trace, _ = pipeline.store.trace(step_name, args, kwargs)
-        draws = trace.draw_functions or any(call.draws_python for call in trace.calls)
-        if draws or any(op.is_random for op in trace.operations) or trace.written_parameters:
+    """Give the loss of the whole, the weighted mean over its parts, and the loss's resolution.
+
+    None where there is no loss or it is another one each time.
+    """
+
+    def loss(num_microbatches: int, step: int) -> Tensor | None:
+        twin = pipeline.in_process(is_cut=False, num_microbatches=num_microbatches)
+        outcome = twin.run(step_name, args, kwargs, training=False, step=step)
+        weights = torch.stack(outcome.weights)
+        if len(outcome.losses) != len(outcome.weights) or not bool(weights.sum() > 0):
             return None
-        for num_microbatches in (1, num_parts):
-            twin = pipeline.in_process(is_cut=False, num_microbatches=num_microbatches)
-            outcome = twin.run(step_name, args, kwargs, training=False, step=0)
-            weights = torch.stack(outcome.weights)
-            if len(outcome.losses) != len(outcome.weights) or not bool(weights.sum() > 0):
-                return None
-            kept = weights > 0
-            resolution = torch.finfo(outcome.losses[0].dtype).eps
-            losses = torch.stack(outcome.losses).double()
-            found.append(float((losses * weights)[kept].sum() / weights.sum()))
-    return found[0], found[1], resolution
+        kept = weights > 0
+        resolutions.append(torch.finfo(outcome.losses[0].dtype).eps)
+        return (torch.stack(outcome.losses).double() * weights)[kept].sum() / weights.sum()
+
+    resolutions: list[float] = []
+    with unchanged(pipeline.module, ()), pipeline.silent(), torch.no_grad():
+        pipeline.module.eval()
+        whole, again = loss(1, 0), loss(1, 1)  # draws are keyed by the step
+        if whole is None or again is None:
+            return None
+        if not torch.equal(whole, again):
+            _log.info("Not checked whether the loss is a mean over samples: it is another one each time.")
+            return None
+        by_parts = loss(num_parts, 0)
+    return None if by_parts is None else (float(whole), float(by_parts), max(resolutions))

@@ -77,8 +77,8 @@ def measured_profile(
             raise
         if communicator.global_rank == 0:
             warnings.warn(
-                f"{error}. Stages are balanced by counted floating-point operations instead; set profile='flops' to do "
-                "so without trying",
+                f"{str(error).rstrip('.')}. Stages are balanced by counted floating-point operations instead; set "
+                "profile='flops' to do so without trying",
                 stacklevel=2,
             )
         return profile

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_unflatten
 
-from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.core.errors import ConfigurationError, PlanError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.planner import make_plan, resolve_sizes
 from lightning_autopipe.profiling import optimizer_state_ratio
@@ -114,6 +114,12 @@ def plan_pipeline(
         ConfigurationError: there are more stages than layers.
     """
     profile = pipeline.profile(step_name, args, kwargs, cut_after=options.cut_after or ())
+    if options.cut_after and len(options.cut_after) != communicator.layout.num_stages - 1:
+        raise ConfigurationError(
+            f"cut_after names {len(options.cut_after)} modules, which makes {len(options.cut_after) + 1} stages, but "
+            f"there are {communicator.layout.num_stages}; name {communicator.layout.num_stages - 1}, or set num_stages="
+            f"{len(options.cut_after) + 1} and start as many processes"
+        )
     batch_size = pipeline.batch_size(step_name, args, kwargs)
     if step_name == "training_step" and communicator.global_rank == 0:
         _warn_of_unknown_weight(pipeline)
@@ -137,6 +143,7 @@ def plan_pipeline(
         is_chosen = options.num_microbatches != "auto" or options.deferred_batch_norm is True
         if not is_chosen and sizes.num_microbatches > 1 and communicator.global_rank == 0:
             _warn_of_batch_norm(pipeline.module, sizes.num_microbatches)
+        pipeline.split_into(step_name, args, kwargs, sizes.num_microbatches)  # says on every rank why it cannot be done
         # With one stage there is nothing to balance, and an evaluation is planned again before a fit.
         is_worth_it = layout.num_stages > 1 and step_name == "training_step"
         if options.profile == "measured" or (options.profile == "auto" and is_worth_it):

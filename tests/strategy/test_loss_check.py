@@ -126,5 +126,36 @@ def test_parts_without_a_finite_loss_are_found() -> None:
             checked(variance, size=3)
 
 
+class Attends(nn.Module):
+    """Attention's kernels are marked as drawing, also where they drop nothing."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.inner = {
+            "lstm": nn.LSTM(8, 8, 2, batch_first=True, dropout=0.1),
+            "attention": nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True),
+        }.get(kind)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = self.layers[0](batch[0])[:, None, :].expand(-1, 3, -1)
+        if isinstance(self.inner, nn.LSTM):
+            h = self.inner(h)[0]
+        elif self.inner is not None:
+            h = self.inner(h, h, h)[0]
+        else:
+            h = F.scaled_dot_product_attention(h, h, h, is_causal=True)
+        return F.cross_entropy(self.layers[2](h.mean(1)), batch[1], reduction="sum")
+
+
+@pytest.mark.parametrize("kind", ["lstm", "attention", "function"])
+def test_attention_draws_nothing_in_evaluation(kind: str) -> None:
+    module, batch = Attends(kind), batch_of(8)
+    pipeline = make_pipeline(module, (batch, 0), num_stages=2, num_microbatches=4)
+    with pytest.raises(CaptureError, match="no mean over samples"):
+        check_loss(pipeline, step_name="training_step", args=(batch, 0), kwargs={}, num_microbatches=4)
+
+
 def test_one_sample_has_no_halves() -> None:
     checked(summed, size=1, num_microbatches=1)
