@@ -155,7 +155,7 @@ class FailureMonitor:
                 raise
             raise PipelineRuntimeError(
                 f"global rank {self.global_rank} cannot go on, because another rank failed first. {first}"
-            ) from error
+            ) from None  # how the connection broke tells nothing more
 
     # The thread ---------------------------------------------------------------
 
