@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -130,6 +130,24 @@ def test_a_loss_over_the_batch(num_stages: int) -> None:
         strategy_options={"loss_over": "batch", "num_microbatches": 4, "verify": True},
     )
     assert_same_result(fit_plain(fit), fit_in_processes({"fit": fit}, num_stages=num_stages)["fit"])
+
+
+class FinetunedModule(MlpModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.backbone = self.blocks
+
+
+def test_a_backbone_is_unfrozen_by_lightnings_callback() -> None:
+    fit = Fit(
+        module_class=FinetunedModule,
+        data=SGD_DATA,
+        callbacks=(partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1, verbose=False),),
+        trainer_options={"max_epochs": 3},
+    )
+    plain = fit_plain(fit)
+    assert len(plain.gradients[-1]) > len(plain.gradients[0]), "it was unfrozen"
+    assert_same_result(plain, fit_in_processes({"fit": fit}, num_stages=2)["fit"])
 
 
 def test_every_stage_trains() -> None:
