@@ -335,4 +335,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # A script's own folder comes first, and has a module named like the recipes' package.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.exit(main())
