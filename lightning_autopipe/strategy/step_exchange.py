@@ -105,8 +105,8 @@ def exchange_prediction(outcome: StepOutcome, communicator: Communicator, *, who
     """
     output = None
     if communicator.is_last_stage:
-        weights = [float(size) for size in outcome.sizes]
-        output = join_outputs(outcome.outputs, sizes=outcome.sizes, weights=weights)
+        sizes = outcome.output_sizes
+        output = join_outputs(outcome.outputs, sizes=sizes, weights=[float(size) for size in sizes])
     shared = output if whole or not communicator.is_last_stage else for_other_stages(output)
     shared = communicator.broadcast_in_pipeline(shared, stage_index=communicator.layout.num_stages - 1)
     return output if communicator.is_last_stage else _to_device(shared, communicator.device)

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_autopipe.strategy import AutoPipeStrategy
 from tests.strategy.anyones_modules import CausalModule
@@ -61,6 +62,15 @@ class ContrastiveModule(MlpModule):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         h = self(batch[0])
         self.log("spread", (h - h.mean(0)).norm())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        h = self(batch[0])
+        return h @ h.t()
+
+
+def predicted_likeness(trainer: Any, module: Any) -> Any:
+    batches = trainer.predict(module, DataLoader(regression_data(10, seed=2), batch_size=6))
+    return [batch.tolist() for batch in batches]
 
 
 class AdapterModule(LanguageModule):
@@ -128,8 +138,14 @@ def test_a_loss_over_the_batch(num_stages: int) -> None:
         module_class=ContrastiveModule,
         data=partial(InOrder, regression_data(24), regression_data(12, seed=1), batch_size=8, val_batch_size=6),
         strategy_options={"loss_over": "batch", "num_microbatches": 4, "verify": True},
+        after=predicted_likeness,
     )
-    assert_same_result(fit_plain(fit), fit_in_processes({"fit": fit}, num_stages=num_stages)["fit"])
+    plain, ranks = fit_plain(fit), fit_in_processes({"fit": fit}, num_stages=num_stages)["fit"]
+    assert_same_result(plain, ranks)
+    assert [len(batch) for batch in plain.after] == [6, 4]
+    for rank in ranks:
+        for batch, expected in zip(rank.after, plain.after, strict=True):
+            torch.testing.assert_close(torch.tensor(batch), torch.tensor(expected), rtol=1e-10, atol=1e-10)
 
 
 class FinetunedModule(MlpModule):
