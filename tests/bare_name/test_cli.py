@@ -29,7 +29,7 @@ class Model(Regression):
 
 if __name__ == "__main__":
     trainer = LightningCLI(Model).trainer
-    print("ENDED", trainer.global_rank, trainer.global_step, trainer.strategy.layout, flush=True)  # in one piece
+    print(f"ENDED {trainer.global_rank} {trainer.global_step} {trainer.strategy.layout}", flush=True)  # one write
 """
 TRAINER = {
     "accelerator": "cpu",
