@@ -13,13 +13,24 @@ import pytest
 PACKAGE = "lightning_autopipe"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
-LOWER_LAYERS = ("core", "schedules", "planner", "cluster", "capture", "profiling", "runtime", "visualization")
+LOWER_LAYERS = (
+    "core",
+    "schedules",
+    "planner",
+    "cluster",
+    "profile_files",
+    "capture",
+    "profiling",
+    "runtime",
+    "visualization",
+)
 EVERYTHING = (*LOWER_LAYERS, "strategy", "pytorch_lightning", "config", "cli", "_register")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core": (),
     "schedules": ("core",),
     "planner": ("core", "schedules"),
     "cluster": ("core",),
+    "profile_files": ("core",),
     "capture": ("core",),
     "profiling": ("core", "capture"),
     "runtime": ("core", "capture"),
@@ -33,7 +44,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "_register": ("core", "strategy"),
     "__init__": ("_register", "core", "strategy"),
 }
-WITHOUT_TORCH = ("core", "schedules", "planner", "cluster", "visualization", "_register", "__init__")
+WITHOUT_TORCH = ("core", "schedules", "planner", "cluster", "profile_files", "visualization", "_register", "__init__")
 # Files of those layers that need torch all the same, and that no other file of those layers imports.
 WITH_TORCH_ALL_THE_SAME = ("cluster/measure.py",)
 HEAVY_FILES = [[PACKAGE, *file.removesuffix(".py").split("/")] for file in WITH_TORCH_ALL_THE_SAME]
@@ -133,7 +144,7 @@ def test_right_imports_pass(tmp_path: Path, source: str) -> None:
         f"import {PACKAGE}",
         f"from {PACKAGE} import PipelinePlan, ConfigurationError",
         f"import {PACKAGE}.core, {PACKAGE}.schedules, {PACKAGE}.planner",
-        f"import {PACKAGE}.visualization, {PACKAGE}.cluster",
+        f"import {PACKAGE}.visualization, {PACKAGE}.cluster, {PACKAGE}.profile_files",
         f"import {PACKAGE}.cli, {PACKAGE}.cli.cluster",
     ],
 )
