@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 
 from lightning_autopipe.core.cluster import Link
-from lightning_autopipe.core.schedule import ActionType
+from lightning_autopipe.core.schedule import Action, ActionType, Schedule
 from lightning_autopipe.core.timeline import StepEnd, Timeline, TimelineEvent
-from lightning_autopipe.planner.workload import StepWork
+from lightning_autopipe.planner.workload import StageWork, StepWork
 from lightning_autopipe.schedules.stash import slice_counts
 
 Interval = tuple[float, float]
@@ -104,32 +104,49 @@ def link_loads(step: StepWork, timeline: Timeline) -> tuple[LinkLoad, ...]:
 
 
 def _stage_flows(step: StepWork, timeline: Timeline) -> Iterator[Flow]:
-    sends: dict[tuple[int, ActionType], list[Interval]] = {}
+    sends: dict[tuple[int, ActionType], list[TimelineEvent]] = {}
     for event in timeline.events:
         if not isinstance(event.action, StepEnd):
-            sends.setdefault((event.global_rank, event.action.type), []).append((event.start_s, event.end_s))
-    for stages, schedule, ranks in zip(step.stages, step.schedules, step.stage_ranks, strict=True):
-        counts = slice_counts(schedule)
-        for stage_index, (work, rank) in enumerate(zip(stages, ranks, strict=True)):
-            for kind, neighbour in ((ActionType.SEND_ACTIVATION, 1), (ActionType.SEND_GRADIENT, -1)):
-                if not 0 <= stage_index + neighbour < len(ranks):
-                    continue
-                receiver = ranks[stage_index + neighbour]
-                units = [work.units[number - 1] for number in counts]
-                num_bytes = sum(
-                    number * (unit.sent_bytes if neighbour > 0 else unit.gradient_bytes)
-                    for number, unit in zip(counts, units, strict=True)
-                )
-                if num_bytes:
-                    latency_s = step.route(rank, receiver).latency_s
-                    intervals = [(start, end - latency_s) for start, end in sends[rank, kind]]
-                    yield Flow(
-                        sender=rank,
-                        receiver=receiver,
-                        num_bytes=num_bytes,
-                        is_reduction=False,
-                        intervals=_joined(intervals),
-                    )
+            sends.setdefault((event.global_rank, event.action.type), []).append(event)
+    for works, schedule, ranks in zip(step.stages, step.schedules, step.list_ranks, strict=True):
+        num_slices = slice_counts(schedule)
+        owners = [_owners(schedule, lists, ranks) for lists in step.lists_by_stage]
+        for stage_index, lists in enumerate(step.lists_by_stage):
+            for index, kind in product(lists, (ActionType.SEND_ACTIVATION, ActionType.SEND_GRADIENT)):
+                neighbour = stage_index + (1 if kind is ActionType.SEND_ACTIVATION else -1)
+                by_receiver: dict[int, list[TimelineEvent]] = {}
+                for event in sends.get((ranks[index], kind), ()):
+                    assert isinstance(event.action, Action)
+                    by_receiver.setdefault(owners[neighbour][event.action.microbatch_index], []).append(event)
+                for receiver, events in by_receiver.items():
+                    flow = _flow(step, works[index], num_slices, receiver, events)
+                    if flow.num_bytes:
+                        yield flow
+
+
+def _owners(schedule: Schedule, lists: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
+    """By micro-batch, the rank of a stage that has it."""
+    return {action.microbatch_index: ranks[index] for index in lists for action in schedule.actions_by_stage[index]}
+
+
+def _flow(
+    step: StepWork, work: StageWork, num_slices: Sequence[int], receiver: int, sends: Sequence[TimelineEvent]
+) -> Flow:
+    """The flow of some sends of one kind from one rank to another."""
+    sender = sends[0].global_rank
+    latency_s = step.route(sender, receiver).latency_s
+    num_bytes = 0.0
+    for send in sends:
+        assert isinstance(send.action, Action)
+        unit = work.units[num_slices[send.action.microbatch_index] - 1]
+        num_bytes += unit.sent_bytes if send.action.type is ActionType.SEND_ACTIVATION else unit.gradient_bytes
+    return Flow(
+        sender=sender,
+        receiver=receiver,
+        num_bytes=num_bytes,
+        is_reduction=False,
+        intervals=_joined([(send.start_s, send.end_s - latency_s) for send in sends]),
+    )
 
 
 def _ring_flows(step: StepWork, timeline: Timeline) -> Iterator[Flow]:

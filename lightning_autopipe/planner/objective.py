@@ -78,6 +78,7 @@ class Objective:
         self.num_priced_actions = 0
         """Actions that were gone through, and as many for bounds as take as long: what a search has cost so far."""
         self._ranks = setting.ranks
+        self._stage_ranks = tuple(zip(*self._ranks, strict=True))
         self.shares_links = self._find_shared_links()
         """Whether messages between unlike pairs of ranks meet on a link, so that `step_s` may be too short."""
         self._replicas = self._price_replicas()
@@ -114,9 +115,7 @@ class Objective:
             return False
         pairs = [pair for ranks in self._ranks for a, b in pairwise(ranks) for pair in ((a, b), (b, a))]
         if len(self._ranks) > 1:
-            rings = [
-                Reduction(is_tie=False, members=members, num_bytes=1) for members in zip(*self._ranks, strict=True)
-            ]
+            rings = [Reduction(is_tie=False, members=members, num_bytes=1) for members in self._stage_ranks]
             pairs += [hop for ring in rings for hop in ring.hops]
         used = [channel for pair in dict.fromkeys(pairs) for channel in self.setting.route(*pair).channels]
         return len(set(used)) < len(used)
@@ -133,7 +132,7 @@ class Objective:
         for ranks, replica in zip(self._ranks, self._replicas, strict=True):
             ready.update(zip(ranks, ends[replica], strict=True))
         tied_bytes = self._tied_bytes(cuts)
-        for reduction in step_end_reductions(self._ranks, tied_bytes.items(), self._gradients.of_stages(cuts)):
+        for reduction in step_end_reductions(self._stage_ranks, tied_bytes.items(), self._gradients.of_stages(cuts)):
             end = max(ready[rank] for rank in reduction.members) + self._ring_s(reduction)
             ready.update(dict.fromkeys(reduction.members, end))
         if self.setting.exchange_s:

@@ -37,27 +37,35 @@ class Reduction:
 
 
 def step_end_reductions(
-    ranks: Sequence[Sequence[int]],
+    stage_ranks: Sequence[Sequence[int]],
     tied_bytes: Iterable[tuple[tuple[int, ...], float]],
     reduced_bytes: Sequence[float],
 ) -> list[Reduction]:
     """All sums of a step, in the order in which a rank goes through its own: ties first, as the runtime does it.
 
     Args:
-        ranks: ``ranks[r][s]`` runs stage s of replica r.
+        stage_ranks: the ranks of each stage, in the order of its ring.
         tied_bytes: stages that share parameters, with the bytes of their gradients.
-        reduced_bytes: by stage, the bytes that only its own replicas sum.
+        reduced_bytes: by stage, the bytes that only its own ranks sum.
     """
     found = [
-        Reduction(is_tie=True, members=tuple(of[stage] for of in ranks for stage in stages), num_bytes=num_bytes)
+        Reduction(
+            is_tie=True, members=_replica_by_replica([stage_ranks[stage] for stage in stages]), num_bytes=num_bytes
+        )
         for stages, num_bytes in tied_bytes
     ]
-    if len(ranks) > 1:
-        found += [
-            Reduction(is_tie=False, members=tuple(of[stage] for of in ranks), num_bytes=num_bytes)
-            for stage, num_bytes in enumerate(reduced_bytes)
-        ]
+    found += [
+        Reduction(is_tie=False, members=tuple(ranks), num_bytes=num_bytes)
+        for ranks, num_bytes in zip(stage_ranks, reduced_bytes, strict=True)
+        if len(ranks) > 1
+    ]
     return [reduction for reduction in found if reduction.num_bytes > 0]
+
+
+def _replica_by_replica(stage_ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """All ranks of some stages: the first one of each, then the second one of those that have it, and so on."""
+    most = max(map(len, stage_ranks))
+    return tuple(ranks[index] for index in range(most) for ranks in stage_ranks if index < len(ranks))
 
 
 class GradientBytes:

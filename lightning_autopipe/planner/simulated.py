@@ -18,7 +18,7 @@ _NOT_THERE = -1.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Node:
-    """One stage of one replica.
+    """One rank: a stage of a replica, or of one its own share of the micro-batches.
 
     A computation's *code* says what it is for: twice the number of its micro-batch's slice, one more for a backward.
     """
@@ -55,15 +55,23 @@ class Node:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Output:
-    """Where a stage sends the results of its forwards, or of its backwards."""
+    """Where a rank sends the results of its forwards, or of its backwards."""
+
+    ways: Sequence[Way]
+    """By code, to the rank that has the micro-batch on the next stage."""
+    bytes_by_code: Sequence[float]
+    sent: list[tuple[int, float, float]] = field(default_factory=list)
+    """Code, when it was handed over, and when it arrived."""
+
+
+@dataclass(slots=True, eq=False)
+class Way:
+    """From one rank to another."""
 
     receiver: Node
-    bytes_by_code: Sequence[float]
     route: int = -1
     """Index of the route; -1: none that takes time for a byte."""
     latency_s: float = 0.0
-    sent: list[tuple[int, float, float]] = field(default_factory=list)
-    """Code, when it was handed over, and when it arrived."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,40 +95,62 @@ def make_nodes(step: StepWork) -> list[Node]:
         PlanError: a schedule has more slices to a micro-batch than were priced.
     """
     nodes: list[Node] = []
-    for stages, schedule, ranks in zip(step.stages, step.schedules, step.stage_ranks, strict=True):
+    lists_by_stage = step.lists_by_stage
+    stage_indices = step.stage_indices or range(step.num_stages)
+    last = step.num_stages - 1
+    for works, schedule, ranks in zip(step.stages, step.schedules, step.list_ranks, strict=True):
         num_slices = slice_counts(schedule)
         most_slices = max(num_slices)
         slices_by_code = [number for number in num_slices for _ in range(2 * most_slices)]
         shares = [1 / number for number in slices_by_code]
-        _check_priced(schedule, stages, most_slices)
+        _check_priced(schedule, works, most_slices)
         pipeline = [
             Node(
-                index=len(nodes) + stage_index,
-                global_rank=ranks[stage_index],
+                index=len(nodes) + index,
+                global_rank=ranks[index],
                 work=work,
                 shares=shares,
                 # The first stage has the batch, the last one the loss.
-                arrived=[
-                    0.0 if stage_index == 0 else _NOT_THERE,
-                    0.0 if stage_index == schedule.num_stages - 1 else _NOT_THERE,
-                ]
+                arrived=[0.0 if stage_index == 0 else _NOT_THERE, 0.0 if stage_index == last else _NOT_THERE]
                 * (len(slices_by_code) // 2),
             )
-            for stage_index, work in enumerate(stages)
+            for index, (work, stage_index) in enumerate(zip(works, stage_indices, strict=True))
         ]
-        for stage_index, node in enumerate(pipeline):
-            units = node.work.units
-            _read(node, schedule.actions_by_stage[stage_index], slices_by_code, most_slices)
+        for node, actions in zip(pipeline, schedule.actions_by_stage, strict=True):
+            _read(node, actions, slices_by_code, most_slices)
+        owners = [_owners([pipeline[index] for index in lists], len(slices_by_code)) for lists in lists_by_stage]
+        for node, stage_index in zip(pipeline, stage_indices, strict=True):
+            units = [node.work.units[number - 1] for number in slices_by_code]
             forward = backward = None
-            if stage_index < schedule.num_stages - 1:
-                sent_bytes = [units[number - 1].sent_bytes for number in slices_by_code]
-                forward = Output(receiver=pipeline[stage_index + 1], bytes_by_code=sent_bytes)
+            if stage_index < last:
+                forward = _output(owners[stage_index + 1], [unit.sent_bytes for unit in units])
             if stage_index > 0:
-                sent_bytes = [units[number - 1].gradient_bytes for number in slices_by_code]
-                backward = Output(receiver=pipeline[stage_index - 1], bytes_by_code=sent_bytes)
+                backward = _output(owners[stage_index - 1], [unit.gradient_bytes for unit in units])
             node.outputs = (forward, backward)
         nodes.extend(pipeline)
     return nodes
+
+
+def _owners(stage: Sequence[Node], num_codes: int) -> list[Node]:
+    """By code, the rank of a stage that has the micro-batch.
+
+    Raises:
+        PlanError: several have it.
+    """
+    if len(stage) == 1:
+        return [stage[0]] * num_codes
+    owners: dict[int, Node] = {}
+    for node in stage:
+        for code, action in zip(node.codes, node.actions, strict=True):
+            other = owners.setdefault(code >> 1, node)
+            if other is not node:
+                raise PlanError(f"{action}: rank {other.global_rank} has this micro-batch; give it to one rank a stage")
+    return [owners.get(code >> 1, stage[0]) for code in range(num_codes)]
+
+
+def _output(owners: Sequence[Node], bytes_by_code: Sequence[float]) -> Output:
+    ways = {owner.index: Way(owner) for owner in owners}
+    return Output(ways=[ways[owner.index] for owner in owners], bytes_by_code=bytes_by_code)
 
 
 def _check_priced(schedule: Schedule, stages: Sequence[StageWork], most_slices: int) -> None:

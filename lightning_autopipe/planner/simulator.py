@@ -63,8 +63,8 @@ class _Simulation:
         self._index_of: dict[tuple[int, int], int] = {}
         for node in nodes:
             for output in node.outputs:
-                if output is not None:
-                    output.route, output.latency_s = self._route(node.global_rank, output.receiver.global_rank)
+                for way in dict.fromkeys(output.ways) if output else ():
+                    way.route, way.latency_s = self._route(node.global_rank, way.receiver.global_rank)
         node_of = {node.global_rank: node for node in nodes}
         self._reductions: list[RunningReduction] = []
         for reduction in step.reductions():
@@ -102,11 +102,11 @@ class _Simulation:
                 node.position += 1
                 output = node.outputs[code & 1]
                 if output is not None:
-                    num_bytes = output.bytes_by_code[code]
-                    if num_bytes > 0 and output.route >= 0:
-                        send(output.route, (num_bytes, output.latency_s, who, code, now))
+                    num_bytes, way = output.bytes_by_code[code], output.ways[code]
+                    if num_bytes > 0 and way.route >= 0:
+                        send(way.route, (num_bytes, way.latency_s, who, code, now))
                     else:
-                        arrive(who, code, now, now + output.latency_s if num_bytes > 0 else now)
+                        arrive(who, code, now, now + way.latency_s if num_bytes > 0 else now)
                 begin_next(node, now)
             elif who < first_reduction:
                 if due[who - num_nodes] == number:
@@ -144,7 +144,7 @@ class _Simulation:
         output = self._nodes[sender].outputs[code & 1]
         assert output is not None
         output.sent.append((code, sent_s, when))
-        receiver = output.receiver
+        receiver = output.ways[code].receiver
         receiver.arrived[code] = when
         since = receiver.waits_since
         if since >= 0.0 and receiver.codes[receiver.position] == code:

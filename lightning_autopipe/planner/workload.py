@@ -42,14 +42,20 @@ class StageWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """One step: replicas of a pipeline, each with its own devices and number of micro-batches."""
+    """One step: replicas of a pipeline, each with its own devices and number of micro-batches.
+
+    Or one pipeline whose stages have unlike numbers of ranks: then its schedule has a list for each rank, and
+    ``stage_indices`` tells of which stage. A value goes to the rank that has its micro-batch on the next stage.
+    """
 
     stages: tuple[tuple[StageWork, ...], ...]
-    """``stages[r][s]``: stage s of replica r."""
+    """``stages[r][i]``: what list i of replica r's schedule takes; list s is that of stage s."""
     schedules: tuple[Schedule, ...]
-    """Of each replica; all of equally many stages."""
+    """Of each replica; all of equally many lists."""
     ranks: tuple[tuple[int, ...], ...] = ()
-    """``ranks[r][s]``: the global rank that runs stage s of replica r; empty: as `ParallelLayout` has it."""
+    """``ranks[r][i]``: the global rank that runs list i of replica r; empty: as `ParallelLayout` has it."""
+    stage_indices: tuple[int, ...] = ()
+    """The stage of each list of a replica, where stages have several; empty: list s is that of stage s."""
     network: LinkNetwork | None = None
     """Links between the ranks; None: whatever is sent is there at once."""
     tied_bytes: tuple[tuple[tuple[int, ...], float], ...] = ()
@@ -69,19 +75,40 @@ class StepWork:
                 raise PlanError(f"StepWork: ranks must name one rank for each stage of each replica, got {self.ranks}")
             if len(set(used)) < len(used):
                 raise PlanError(f"StepWork: a rank runs one stage of one replica, but ranks are {self.ranks}")
+        if self.stage_indices:
+            num_lists, found = len(self.stages[0]), set(self.stage_indices)
+            if len(self.stage_indices) != num_lists or found != set(range(len(found))):
+                raise PlanError(
+                    f"StepWork: stage_indices must name the stage of each of {num_lists} lists and leave none out, got "
+                    f"{self.stage_indices}"
+                )
 
     @property
     def num_stages(self) -> int:
         """Stages of each replica."""
-        return len(self.stages[0])
+        return len(self.lists_by_stage)
 
     @property
-    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+    def lists_by_stage(self) -> tuple[tuple[int, ...], ...]:
+        """The lists of each stage, by their position in a replica's schedule."""
+        stage_indices = self.stage_indices or range(len(self.stages[0]))
+        return tuple(
+            tuple(index for index, stage_index in enumerate(stage_indices) if stage_index == stage)
+            for stage in range(max(stage_indices) + 1)
+        )
+
+    @property
+    def list_ranks(self) -> tuple[tuple[int, ...], ...]:
         """``ranks``, filled in where it was left empty."""
         if self.ranks:
             return self.ranks
-        layout = ParallelLayout(num_stages=self.num_stages, num_replicas=len(self.stages))
+        layout = ParallelLayout(num_stages=len(self.stages[0]), num_replicas=len(self.stages))
         return tuple(layout.pipeline_ranks(replica_index) for replica_index in range(len(self.stages)))
+
+    @property
+    def stage_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """``stage_ranks[s]``: all ranks of stage s, in the order of the ring that sums their gradients."""
+        return tuple(tuple(ranks[index] for ranks in self.list_ranks for index in of) for of in self.lists_by_stage)
 
     def route(self, sender: int, receiver: int) -> Route:
         """The way between two ranks."""
@@ -89,5 +116,5 @@ class StepWork:
 
     def reductions(self) -> list[Reduction]:
         """The sums of gradients at the step's end, in the order in which a rank goes through its own."""
-        reduced_bytes = [stage.reduced_bytes for stage in self.stages[0]]
+        reduced_bytes = [self.stages[0][first].reduced_bytes for first, *_ in self.lists_by_stage]
         return step_end_reductions(self.stage_ranks, self.tied_bytes, reduced_bytes)
