@@ -70,7 +70,7 @@ def shown_step(plan: PipelinePlan, cluster_name: str | None) -> ShownStep:
     step = plan_step(plan, cluster=cluster)
     return ShownStep(
         timeline=simulate(step),
-        title=step_title(plan.schedule_name, plan.num_stages, plan.layout.num_replicas, plan.num_microbatches),
+        title=step_title(plan.schedule.name, plan.num_stages, plan.layout.num_replicas, plan.num_microbatches),
         boundary_bytes=boundary_bytes(step),
         cluster=cluster,
     )

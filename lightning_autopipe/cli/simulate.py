@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         if given:
             raise ConfigurationError(f"a plan says this itself; leave out --{' --'.join(given)}, or the plan")
         plan = PipelinePlan.load(arguments.plan)
-        schedule = get_schedule(plan.schedule_name, plan.num_stages, plan.num_microbatches)
+        schedule = get_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
         step = shown_step(plan, arguments.cluster)
         notes = assumptions(plan, arguments.cluster)
     else:

@@ -16,16 +16,19 @@ from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import SCHEMA_VERSION, PipelinePlan
-from lightning_autopipe.core.prediction import StagePrediction
+from lightning_autopipe.core.prediction import RunnerUp, StagePrediction, StepPrediction
 from lightning_autopipe.core.profile import (
     CrossingValue,
     DeviceTimes,
+    LayerBytes,
     LayerMeasurement,
     LayerProfile,
     ModelProfile,
+    SizedBytes,
     TiedParameter,
 )
 from lightning_autopipe.core.schedule import Action, ActionType, Schedule
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.core.timeline import StepEnd, Timeline, TimelineEvent
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "Device",
     "DeviceMapping",
     "DeviceTimes",
+    "LayerBytes",
     "LayerMeasurement",
     "LayerProfile",
     "Link",
@@ -51,9 +55,13 @@ __all__ = [
     "PipelinePlan",
     "PipelineRuntimeError",
     "PlanError",
+    "RunnerUp",
     "Schedule",
+    "ScheduleSpec",
+    "SizedBytes",
     "StagePrediction",
     "StepEnd",
+    "StepPrediction",
     "TiedParameter",
     "Timeline",
     "TimelineEvent",

@@ -1,145 +1,94 @@
-"""Reads and writes a plan as JSON, strictly: every field once, none unknown, each of its type."""
+"""Reads and writes a plan as JSON."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from lightning_autopipe.core.errors import AutoPipeError, PlanError
-from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core import _json
+from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
-from lightning_autopipe.core.prediction import StagePrediction
-from lightning_autopipe.core.profile import LayerMeasurement, LayerProfile, TiedParameter
+from lightning_autopipe.core.prediction import RunnerUp, StagePrediction, StepPrediction
+from lightning_autopipe.core.profile_parts import LayerMeasurement, LayerProfile, TiedParameter
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 
 if TYPE_CHECKING:
     from lightning_autopipe.core.plan import PipelinePlan
 
-_PLAN_KEYS = (
-    "schema_version",
-    "module_fingerprint",
-    "schedule_name",
-    "num_microbatches",
-    "layout",
-    "partition",
-    "stage_work_shares",
-    "stage_predictions",
-    "layers",
-)
 
-
-def plan_fields_to_json(plan: PipelinePlan) -> str:
+def plan_to_json(plan: PipelinePlan) -> str:
     """JSON text of a plan, indented, ending in a newline."""
-    document = {
-        "schema_version": plan.schema_version,
-        "module_fingerprint": plan.module_fingerprint,
-        "schedule_name": plan.schedule_name,
-        "num_microbatches": plan.num_microbatches,
-        "layout": _as_dict(plan.layout),
-        "partition": _as_dict(plan.partition),
-        "stage_work_shares": list(plan.stage_work_shares),
-        "stage_predictions": [_as_dict(stage) for stage in plan.stage_predictions],
-        "layers": [_as_dict(layer) for layer in plan.layers],
-    }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+    document = _json.as_dict(plan)
+    layers = document.pop("layers")  # last: they are long
+    return _json.dump({**document, "layers": layers})
 
 
-def plan_fields_from_json(text: str, *, schema_version: int) -> dict[str, Any]:
+def plan_fields_from_json(text: str, kind: type[PipelinePlan], *, schema_version: int) -> dict[str, Any]:
     """Keyword arguments for a plan from its JSON text.
 
     Raises:
         PlanError: as `PipelinePlan.from_json`.
     """
-    try:
-        document = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise PlanError(f"expected a JSON object with the plan's fields, got {type(document).__name__}")
-    # First, so that a plan of another version is named as such and not by the first field that differs.
-    found_version = document.get("schema_version")
-    if isinstance(found_version, bool) or found_version != schema_version:
-        raise PlanError(
-            f"schema_version is {found_version!r}, this version of lightning_autopipe reads {schema_version}; "
-            "make the plan again"
-        )
-    _check_keys("plan", document, _PLAN_KEYS)
-    layers = _list("layers", document["layers"])
+    document = _json.load_object(text, what="plan")
+    _json.check_version(document, schema_version, what="plan")
+    _json.check_keys("plan", document, tuple(field.name for field in fields(kind)))
+    step = document["step_prediction"]
     return {
-        "schema_version": found_version,
-        "module_fingerprint": document["module_fingerprint"],
-        "schedule_name": document["schedule_name"],
-        "num_microbatches": document["num_microbatches"],
-        "layout": _read("layout", ParallelLayout, document["layout"]),
-        "partition": _read("partition", Partition, document["partition"], tuples=("cut_points",)),
-        "stage_work_shares": tuple(_list("stage_work_shares", document["stage_work_shares"])),
-        "stage_predictions": tuple(
-            _read(f"stage_predictions[{index}]", StagePrediction, stage)
-            for index, stage in enumerate(_list("stage_predictions", document["stage_predictions"]))
+        **document,
+        "partition": _json.read("partition", Partition, document["partition"], tuples=("cut_points",)),
+        "mapping": _read_mapping(document["mapping"]),
+        "schedule": _read_schedule("schedule", document["schedule"]),
+        "replica_microbatches": tuple(_json.read_list("replica_microbatches", document["replica_microbatches"])),
+        "stage_work_shares": tuple(_json.read_list("stage_work_shares", document["stage_work_shares"])),
+        "stage_predictions": _json.read_each("stage_predictions", StagePrediction, document["stage_predictions"]),
+        "step_prediction": None if step is None else _json.read("step_prediction", StepPrediction, step),
+        "runners_up": tuple(
+            _read_runner_up(f"runners_up[{index}]", value)
+            for index, value in enumerate(_json.read_list("runners_up", document["runners_up"]))
         ),
-        "layers": tuple(_read_layer(f"layers[{index}]", layer) for index, layer in enumerate(layers)),
+        "devices": _json.read_each("devices", Device, document["devices"]),
+        "layers": read_layers("layers", document["layers"]),
     }
+
+
+def read_layers(where: str, values: Any) -> tuple[LayerProfile, ...]:
+    """Layers from a JSON list.
+
+    Raises:
+        PlanError: one is wrong.
+    """
+    layers = enumerate(_json.read_list(where, values))
+    return tuple(_read_layer(f"{where}[{index}]", layer) for index, layer in layers)
 
 
 def _read_layer(where: str, value: Any) -> LayerProfile:
     if isinstance(value, dict):
         value = dict(value)
         if value.get("measured") is not None:
-            value["measured"] = _read(f"{where}.measured", LayerMeasurement, value["measured"])
+            value["measured"] = _json.read(f"{where}.measured", LayerMeasurement, value["measured"])
         if isinstance(value.get("tied"), list):
-            value["tied"] = [
-                _read(f"{where}.tied[{index}]", TiedParameter, tied) for index, tied in enumerate(value["tied"])
-            ]
-    layer: LayerProfile = _read(where, LayerProfile, value, tuples=("parameters", "tied"))
+            value["tied"] = list(_json.read_each(f"{where}.tied", TiedParameter, value["tied"]))
+    layer: LayerProfile = _json.read(where, LayerProfile, value, tuples=("parameters", "tied"))
     return layer
 
 
-def _as_dict(value: Any) -> dict[str, Any]:
-    return {field.name: _as_json(getattr(value, field.name)) for field in fields(value)}
+def _read_mapping(value: Any) -> DeviceMapping:
+    if isinstance(value, dict) and isinstance(value.get("stage_ranks"), list):
+        stages = enumerate(value["stage_ranks"])
+        ranks = [tuple(_json.read_list(f"mapping.stage_ranks[{stage}]", of_stage)) for stage, of_stage in stages]
+        value = {**value, "stage_ranks": ranks}
+    mapping: DeviceMapping = _json.read("mapping", DeviceMapping, value, tuples=("stage_ranks",))
+    return mapping
 
 
-def _as_json(member: Any) -> Any:
-    if isinstance(member, tuple):
-        return [_as_json(item) for item in member]
-    return _as_dict(member) if is_dataclass(member) else member
+def _read_schedule(where: str, value: Any) -> ScheduleSpec:
+    spec: ScheduleSpec = _json.read(where, ScheduleSpec, value, tuples=("depths",))
+    return spec
 
 
-def _read(where: str, kind: type, value: Any, *, tuples: tuple[str, ...] = ()) -> Any:
-    if not isinstance(value, dict):
-        raise PlanError(f"{where}: expected an object, got {type(value).__name__}")
-    _check_keys(where, value, tuple(field.name for field in fields(kind)))
-    arguments = dict(value)
-    for name in tuples:
-        arguments[name] = tuple(_list(f"{where}.{name}", arguments[name]))
-    try:
-        return kind(**arguments)
-    except AutoPipeError as error:
-        raise PlanError(f"{where}: {error}") from error
-
-
-def _list(where: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise PlanError(f"{where}: expected a list, got {type(value).__name__}")
-    return value
-
-
-def _check_keys(where: str, value: Mapping[str, Any], expected: tuple[str, ...]) -> None:
-    missing = [key for key in expected if key not in value]
-    unknown = [key for key in value if key not in expected]
-    if missing or unknown:
-        raise PlanError(f"{where}: fields missing: {missing or 'none'}; fields unknown: {unknown or 'none'}")
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"a field is given twice: {sorted({name for name in names if names.count(name) > 1})}")
-    return result
-
-
-def _refuse_constant(text: str) -> float:
-    assert not math.isfinite(float(text))
-    raise ValueError(f"{text} is not a number of JSON")
+def _read_runner_up(where: str, value: Any) -> RunnerUp:
+    if isinstance(value, dict) and "schedule" in value:
+        value = {**value, "schedule": _read_schedule(f"{where}.schedule", value["schedule"])}
+    runner_up: RunnerUp = _json.read(where, RunnerUp, value, tuples=("replica_counts",))
+    return runner_up

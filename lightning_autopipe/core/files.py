@@ -19,9 +19,14 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     partial = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+        with partial.open("wb") as file:
+            file.write(content.encode("utf-8") if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(target)
-    except OSError as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
-        raise ConfigurationError(f"{target}: cannot be written: {error.strerror or error}") from error
+        if isinstance(error, OSError):
+            raise ConfigurationError(f"{target}: cannot be written: {error.strerror or error}") from error
+        raise

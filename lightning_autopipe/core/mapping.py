@@ -48,8 +48,27 @@ class DeviceMapping:
 
     @classmethod
     def of_layout(cls, layout: ParallelLayout) -> DeviceMapping:
-        """The launcher's order of ranks."""
+        """The ranks of a layout."""
         return cls(stage_ranks=tuple(layout.stage_ranks(stage_index) for stage_index in range(layout.num_stages)))
+
+    def layout(self) -> ParallelLayout:
+        """The same as pipelines side by side, which is what the runtime runs.
+
+        Raises:
+            PlanError: stages have unlike numbers of ranks, or some ranks run nothing.
+        """
+        counts = [len(ranks) for ranks in self.stage_ranks]
+        if self.num_replicas is None:
+            raise PlanError(
+                f"stages have unlike numbers of replicas ({counts}), which can be planned and simulated but not run "
+                "yet; set num_replicas, or num_stages, to a number that divides the processes"
+            )
+        if self.ranks != tuple(range(len(self.ranks))):
+            raise PlanError(
+                f"the mapping uses ranks {self.ranks} and leaves others idle, which can be planned but not run: start "
+                f"{len(self.ranks)} processes, or plan with num_stages x num_replicas = the number of processes"
+            )
+        return ParallelLayout(num_stages=self.num_stages, num_replicas=self.num_replicas, ranks=self.stage_ranks)
 
     @property
     def num_stages(self) -> int:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_autopipe.core._checks import check_int, check_number, check_text, check_tuple
-from lightning_autopipe.core._plan_json import plan_fields_from_json, plan_fields_to_json
+from lightning_autopipe.core._plan_json import plan_fields_from_json, plan_to_json
+from lightning_autopipe.core.cluster import Device
 from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.core.files import write_whole
 from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
-from lightning_autopipe.core.prediction import StagePrediction
+from lightning_autopipe.core.prediction import RunnerUp, StagePrediction, StepPrediction
 from lightning_autopipe.core.profile import LayerProfile
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+_ENOUGH = 0.95
+"""Devices of one model differ a little in the memory that they tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +37,23 @@ class PipelinePlan:
     """Identifies the traced module: a plan for another one is refused."""
     layers: tuple[LayerProfile, ...]
     partition: Partition
-    layout: ParallelLayout
-    schedule_name: str
+    mapping: DeviceMapping
+    """Which ranks run which stage."""
+    schedule: ScheduleSpec
     num_microbatches: int
-    """Micro-batches a step and replica."""
+    """Micro-batches a step and replica; where stages have unlike numbers of replicas, a step."""
+    replica_microbatches: tuple[int, ...] = ()
+    """Of each replica, where unlike ones take unlike numbers; empty: `num_microbatches` each."""
     stage_work_shares: tuple[float, ...] = ()
     """Predicted share of the step's work on each stage, summing to 1; empty where it was not predicted."""
     stage_predictions: tuple[StagePrediction, ...] = ()
     """Predicted time and memory of each stage; empty where layers were not measured."""
+    step_prediction: StepPrediction | None = None
+    """Predicted step; None where layers were not measured."""
+    runners_up: tuple[RunnerUp, ...] = ()
+    """What was not chosen, the best one first."""
+    devices: tuple[Device, ...] = ()
+    """What the plan is for, by rank; empty: any devices."""
 
     def __post_init__(self) -> None:
         owner = "PipelinePlan"
@@ -48,28 +63,54 @@ class PipelinePlan:
                 f"lightning_autopipe reads ({SCHEMA_VERSION}); make the plan again"
             )
         check_text(owner, "module_fingerprint", self.module_fingerprint, error=PlanError)
-        check_tuple(owner, "layers", self.layers, LayerProfile, error=PlanError)
-        for name, kind in (("partition", Partition), ("layout", ParallelLayout)):
+        for name, kind in (("partition", Partition), ("mapping", DeviceMapping), ("schedule", ScheduleSpec)):
             if not isinstance(getattr(self, name), kind):
                 raise PlanError(f"{owner}: {name} must be a {kind.__name__}, got {getattr(self, name)!r}")
-        check_text(owner, "schedule_name", self.schedule_name, error=PlanError)
+        for name, of in (
+            ("layers", LayerProfile),
+            ("replica_microbatches", int),
+            ("stage_predictions", StagePrediction),
+            ("runners_up", RunnerUp),
+            ("devices", Device),
+        ):
+            check_tuple(owner, name, getattr(self, name), of, error=PlanError)
         check_int(owner, "num_microbatches", self.num_microbatches, minimum=1, error=PlanError)
         if self.partition.num_layers != len(self.layers):
             raise PlanError(
                 f"{owner}: the partition covers {self.partition.num_layers} layers, but the plan lists "
                 f"{len(self.layers)}"
             )
-        if self.partition.num_stages != self.layout.num_stages:
+        if self.partition.num_stages != self.mapping.num_stages:
             raise PlanError(
-                f"{owner}: the partition has {self.partition.num_stages} stages, but the layout has "
-                f"{self.layout.num_stages}"
+                f"{owner}: the partition has {self.partition.num_stages} stages, but the mapping has "
+                f"{self.mapping.num_stages}"
             )
         self._check_work_shares(owner)
-        check_tuple(owner, "stage_predictions", self.stage_predictions, StagePrediction, error=PlanError)
-        if self.stage_predictions and len(self.stage_predictions) != self.num_stages:
-            raise PlanError(
-                f"{owner}: stage_predictions has {len(self.stage_predictions)} values for {self.num_stages} stages"
-            )
+        for name in ("stage_predictions", "schedule.depths"):
+            values = self.schedule.depths if name == "schedule.depths" else self.stage_predictions
+            if values and len(values) != self.num_stages:
+                raise PlanError(f"{owner}: {name} has {len(values)} values for {self.num_stages} stages")
+        if self.step_prediction is not None and not isinstance(self.step_prediction, StepPrediction):
+            raise PlanError(f"{owner}: step_prediction must be a StepPrediction, got {self.step_prediction!r}")
+        self._check_ranks(owner)
+
+    def _check_ranks(self, owner: str) -> None:
+        if self.replica_microbatches:
+            for index, number in enumerate(self.replica_microbatches):
+                check_int(owner, f"replica_microbatches[{index}]", number, minimum=1, error=PlanError)
+            if len(self.replica_microbatches) != self.mapping.num_replicas:
+                raise PlanError(
+                    f"{owner}: replica_microbatches has {len(self.replica_microbatches)} values, but there are "
+                    f"{self.mapping.num_replicas or 'unlike numbers of'} replicas"
+                )
+        if self.devices:
+            if [device.global_rank for device in self.devices] != list(range(len(self.devices))):
+                raise PlanError(f"{owner}: devices must be listed by global rank, each once, from 0 on")
+            if self.mapping.ranks[-1] >= len(self.devices):
+                raise PlanError(
+                    f"{owner}: the mapping names rank {self.mapping.ranks[-1]}, but there are {len(self.devices)} "
+                    "devices"
+                )
 
     def _check_work_shares(self, owner: str) -> None:
         if not isinstance(self.stage_work_shares, tuple):
@@ -86,32 +127,83 @@ class PipelinePlan:
         """Number of stages."""
         return self.partition.num_stages
 
+    @property
+    def layout(self) -> ParallelLayout:
+        """Stages and replicas as the runtime has them.
+
+        Raises:
+            PlanError: stages have unlike numbers of replicas, or some ranks run nothing.
+        """
+        return self.mapping.layout()
+
     def stage_layers(self, stage_index: int) -> tuple[LayerProfile, ...]:
         """The layers that a stage owns."""
         owned = self.partition.stage_layers(stage_index)
         return self.layers[owned.start : owned.stop]
 
-    def require(self, *, module_fingerprint: str, world_size: int) -> None:
-        """Checks that the plan is for this module and this number of processes.
+    def require_module(self, module_fingerprint: str) -> None:
+        """Checks that the plan is for this module.
 
         Raises:
-            PlanError: it is not.
+            PlanError: it is for another one.
         """
         if module_fingerprint != self.module_fingerprint:
             raise PlanError(
                 f"the plan was made for another module: its fingerprint is {self.module_fingerprint!r}, the module's "
                 f"is {module_fingerprint!r}; leave plan= unset to make a new one"
             )
-        if world_size != self.layout.world_size:
+
+    def require_world(self, world_size: int) -> None:
+        """Checks that the plan can run on this number of processes.
+
+        Raises:
+            PlanError: it is for another number, or of a kind that cannot be run yet.
+        """
+        layout = self.layout
+        if world_size != layout.world_size:
             raise PlanError(
-                f"the plan is for {self.layout.world_size} processes ({self.layout.num_stages} stages x "
-                f"{self.layout.num_replicas} replicas), but {world_size} were started; set the Trainer's devices and "
+                f"the plan is for {layout.world_size} processes ({layout.num_stages} stages x "
+                f"{layout.num_replicas} replicas), but {world_size} were started; set the Trainer's devices and "
                 "num_nodes to match, or leave plan= unset to make a new one"
+            )
+        if self.schedule.is_sliced:
+            raise PlanError(
+                f"the plan's schedule ({self.schedule}) slices micro-batches, which can be planned and simulated but "
+                "not run yet; plan with whole micro-batches (autopipe plan --no-slices)"
+            )
+        if len(set(self.replica_microbatches)) > 1:
+            raise PlanError(
+                f"the plan gives its replicas unlike numbers of micro-batches ({self.replica_microbatches}), which can "
+                "be planned and simulated but not run yet; plan with equal numbers (autopipe plan --equal-replicas)"
+            )
+
+    def require_devices(self, devices: Sequence[Device]) -> None:
+        """Checks that the plan is for devices like these: models, memory, and which ranks share a server.
+
+        Args:
+            devices: of this run, by rank; what is not known of one is left to itself by an empty plan.
+
+        Raises:
+            PlanError: one is another model or has less memory, or ranks share a server that should not.
+        """
+        for planned, found in zip(self.devices, devices, strict=False):
+            if planned.model != found.model or found.memory_bytes < _ENOUGH * planned.memory_bytes:
+                raise PlanError(
+                    f"the plan is for another cluster: global rank {planned.global_rank} is planned for "
+                    f"{planned.model!r} with {planned.memory_bytes / 2**30:.1f} GiB, but here it is {found.model!r} "
+                    f"with {found.memory_bytes / 2**30:.1f} GiB; start the processes on the planned servers in the "
+                    "planned order, or leave plan= unset to make a new one"
+                )
+        if _servers(self.devices) != _servers(devices) and self.devices:
+            raise PlanError(
+                f"the plan is for another cluster: its servers have ranks {_servers(self.devices)}, but here they have "
+                f"{_servers(devices)}; start the processes on the planned servers in the planned order, or leave plan= "
+                "unset to make a new one"
             )
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives an equal plan."""
-        return plan_fields_to_json(self)
+        return plan_to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> PipelinePlan:
@@ -120,22 +212,11 @@ class PipelinePlan:
         Raises:
             PlanError: the text is no JSON, a field is missing, unknown or of the wrong type, or the plan is invalid.
         """
-        return cls(**plan_fields_from_json(text, schema_version=SCHEMA_VERSION))
+        return cls(**plan_fields_from_json(text, cls, schema_version=SCHEMA_VERSION))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file: whole or not at all, also where the process is killed meanwhile."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(self.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_whole(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PipelinePlan:
@@ -152,3 +233,11 @@ class PipelinePlan:
             return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"the plan file {os.fspath(path)!r} is not valid: {error}") from error
+
+
+def _servers(devices: Sequence[Device]) -> list[list[int]]:
+    """The ranks of each server; names do not count."""
+    ranks: dict[str, list[int]] = {}
+    for device in devices:
+        ranks.setdefault(device.server, []).append(device.global_rank)
+    return list(ranks.values())

@@ -1,11 +1,12 @@
-"""What a stage is predicted to need."""
+"""What a stage, and a step, are predicted to need."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_autopipe.core._checks import check_int, check_number
+from lightning_autopipe.core._checks import check_int, check_number, check_tuple
 from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,3 +56,51 @@ class StagePrediction:
             + self.working_bytes
             + self.buffer_bytes
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """What a whole step is predicted to take, and what other choices would."""
+
+    step_s: float
+    num_samples: float
+    """Of all replicas' batches together."""
+    bubble_fraction: float
+    """Share of the step for which ranks compute nothing, 0 to 1."""
+    plain_step_s: float
+    """The same layers, devices and micro-batches under 1F1B with its own depths."""
+    rank_0_costs: float = 0.0
+    """By what share the step is longer because rank 0 runs the last stage of replica 0."""
+
+    def __post_init__(self) -> None:
+        owner = "StepPrediction"
+        for name in ("step_s", "num_samples"):
+            check_number(owner, name, getattr(self, name), error=PlanError, exclusive=True)
+        for name in ("bubble_fraction", "plain_step_s", "rank_0_costs"):
+            check_number(owner, name, getattr(self, name), error=PlanError)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples in a second."""
+        return self.num_samples / self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """A choice that was looked at and is predicted to be slower."""
+
+    replica_counts: tuple[int, ...]
+    """Replicas of each stage."""
+    schedule: ScheduleSpec
+    num_microbatches: int
+    """Micro-batches a step and replica."""
+    step_s: float
+    samples_per_s: float
+
+    def __post_init__(self) -> None:
+        check_tuple("RunnerUp", "replica_counts", self.replica_counts, int, error=PlanError)
+        if not isinstance(self.schedule, ScheduleSpec):
+            raise PlanError(f"RunnerUp: schedule must be a ScheduleSpec, got {self.schedule!r}")
+        check_int("RunnerUp", "num_microbatches", self.num_microbatches, minimum=1, error=PlanError)
+        for name in ("step_s", "samples_per_s"):
+            check_number("RunnerUp", name, getattr(self, name), error=PlanError, exclusive=True)

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from lightning_autopipe.core.errors import ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.min_max import min_max_partition
 from lightning_autopipe.planner.objective import PipelineSetting
 from lightning_autopipe.planner.partitioner import choose_partition
 from lightning_autopipe.planner.prediction import predict_stages
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
+from lightning_autopipe.schedules.gpipe import NAME as GPIPE
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -30,7 +33,7 @@ def make_plan(
     num_stages: int,
     num_replicas: int,
     num_microbatches: int,
-    schedule_name: str = "auto",
+    schedule: str | ScheduleSpec = "auto",
     module_fingerprint: str,
     partition: str | Partition | Sequence[int] = "auto",
     optimizer_state_ratio: float = 2.0,
@@ -42,7 +45,7 @@ def make_plan(
         num_stages: stages of each pipeline.
         num_replicas: pipelines side by side.
         num_microbatches: micro-batches a step and replica.
-        schedule_name: ``"1f1b"``, ``"gpipe"``, or ``"auto"`` for the first.
+        schedule: ``"1f1b"``, ``"gpipe"``, or ``"auto"`` for the first; or a spec.
         module_fingerprint: identifies the module that the profile is of.
         partition: ``"auto"`` for the one with the shortest step; ``"uniform"`` for equally many layers on each stage;
             ``"parameters"`` for bytes of parameters as even as possible; or the partition itself; or its cut points,
@@ -54,16 +57,16 @@ def make_plan(
         ConfigurationError: a number is below 1, there are more stages than layers, the schedule is unknown, or the
             given partition does not fit the layers or the number of stages.
     """
-    if schedule_name == "auto":
-        schedule_name = DEFAULT_SCHEDULE
-    if schedule_name not in TRAINING_SCHEDULES:
+    if isinstance(schedule, str):
+        schedule = ScheduleSpec(name=DEFAULT_SCHEDULE if schedule == "auto" else schedule)
+    if schedule.name not in TRAINING_SCHEDULES:
         allowed = ", ".join(repr(name) for name in ("auto", *TRAINING_SCHEDULES))
-        raise ConfigurationError(f"schedule={schedule_name!r} is not known; set it to one of {allowed}")
+        raise ConfigurationError(f"schedule={schedule.name!r} is not known; set it to one of {allowed}")
     layout = ParallelLayout(num_stages=num_stages, num_replicas=num_replicas)
     cost = CostModel(profile)
     if isinstance(partition, str):
         chosen = _partition_by_rule(
-            partition, cost, num_stages=num_stages, num_microbatches=num_microbatches, schedule_name=schedule_name
+            partition, cost, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule
         )
     else:
         chosen = _given_partition(partition, num_layers=profile.num_layers, num_stages=num_stages)
@@ -71,14 +74,14 @@ def make_plan(
         module_fingerprint=module_fingerprint,
         layers=profile.layers,
         partition=chosen,
-        layout=layout,
-        schedule_name=schedule_name,
+        mapping=DeviceMapping.of_layout(layout),
+        schedule=schedule,
         num_microbatches=num_microbatches,
         stage_work_shares=_work_shares(cost, chosen),
         stage_predictions=predict_stages(
             profile.layers,
             chosen,
-            schedule_name=schedule_name,
+            schedule=schedule,
             num_microbatches=num_microbatches,
             optimizer_state_ratio=optimizer_state_ratio,
         ),
@@ -86,7 +89,7 @@ def make_plan(
 
 
 def _partition_by_rule(
-    rule: str, cost: CostModel, *, num_stages: int, num_microbatches: int, schedule_name: str
+    rule: str, cost: CostModel, *, num_stages: int, num_microbatches: int, schedule: ScheduleSpec
 ) -> Partition:
     if rule == "uniform":
         return min_max_partition([1] * cost.num_layers, num_stages)
@@ -97,7 +100,9 @@ def _partition_by_rule(
         raise ConfigurationError(f"partition must be {allowed} or a list of cut points, got {rule!r}")
     setting = PipelineSetting(cost=cost, num_stages=num_stages, num_microbatches=(num_microbatches,))
     # GPipe's lists are those of 1F1B with all forwards as warm-up.
-    depths = default_depths(num_stages) if schedule_name == "1f1b" else (num_microbatches - 1,) * num_stages
+    depths = schedule.depths or default_depths(num_stages)
+    if schedule.name == GPIPE:
+        depths = (num_microbatches - 1,) * num_stages
     return choose_partition(setting, depths=depths).partition
 
 

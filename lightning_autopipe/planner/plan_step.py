@@ -51,7 +51,7 @@ def plan_step(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> 
     )
     # Depths play no part: the plan names its schedule.
     step = Objective(setting).step_work(plan.partition.cut_points, (0,) * plan.num_stages)
-    schedule = get_schedule(plan.schedule_name, plan.num_stages, plan.num_microbatches)
+    schedule = get_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
     return replace(step, schedules=(schedule,) * layout.num_replicas)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.prediction import StagePrediction
 from lightning_autopipe.core.profile import LayerProfile, ModelProfile
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.memory import stage_memory
 from lightning_autopipe.schedules.catalog import get_schedule
@@ -17,7 +18,7 @@ def predict_stages(
     layers: Sequence[LayerProfile],
     partition: Partition,
     *,
-    schedule_name: str,
+    schedule: ScheduleSpec,
     num_microbatches: int,
     optimizer_state_ratio: float,
 ) -> tuple[StagePrediction, ...]:
@@ -26,14 +27,14 @@ def predict_stages(
     Args:
         layers: of the module.
         partition: of the layers.
-        schedule_name: whose stash counts: as many micro-batches as it has between forward and backward.
+        schedule: whose stash counts: as many micro-batches as it has between forward and backward.
         num_microbatches: of a step.
         optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters.
     """
     cost = CostModel(ModelProfile(layers=tuple(layers)))
     if not cost.measured:
         return ()
-    schedule = get_schedule(schedule_name, partition.num_stages, num_microbatches)
+    actions = get_schedule(schedule, partition.num_stages, num_microbatches)
     predictions = []
     for stage_index in range(partition.num_stages):
         owned = partition.stage_layers(stage_index)
@@ -47,7 +48,7 @@ def predict_stages(
                 parameter_bytes=memory.parameter_bytes,
                 gradient_bytes=memory.gradient_bytes,
                 optimizer_bytes=memory.optimizer_bytes,
-                activation_bytes=(peak_stash(schedule, stage_index) - 1) * memory.stash_bytes,
+                activation_bytes=(peak_stash(actions, stage_index) - 1) * memory.stash_bytes,
                 working_bytes=memory.working_bytes,
                 buffer_bytes=memory.buffer_bytes,
             )

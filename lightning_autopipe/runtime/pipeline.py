@@ -25,6 +25,7 @@ from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.core.schedule import Schedule
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.runtime.batch import BatchSplit, assume_split, find_split, microbatch_sizes, structure_of
 from lightning_autopipe.runtime.batch_loss import find_rest
 from lightning_autopipe.runtime.deferred_batch_norm import BatchNormStatistics
@@ -64,8 +65,8 @@ class Pipeline:
         global_rank: int,
         transport: Transport | None,
         num_microbatches: int,
-        make_schedule: Callable[[str, int, int], Schedule],
-        schedule_name: str = "1f1b",
+        make_schedule: Callable[[str | ScheduleSpec, int, int], Schedule],
+        schedule: str | ScheduleSpec = "1f1b",
         seed: int = 0,
         device: torch.device | None = None,
         split_batch: Mapping[str, int | None] | None = None,
@@ -83,7 +84,7 @@ class Pipeline:
         self.microbatch_index = 0
         self.module_fingerprint = module_fingerprint(module)
         self._make_schedule = make_schedule
-        self._schedule_name = schedule_name
+        self._schedule = schedule
         self._split_batch = split_batch
         self.loss_over = loss_over
         self.view_orders: dict[Hashable, bool] = {}  # of steps that pass several views of each sample at once
@@ -221,7 +222,8 @@ class Pipeline:
         """
         planned = self._planning_trace
         assert planned is not None, "profile() comes first"
-        plan.require(module_fingerprint=self.module_fingerprint, world_size=self.layout.world_size)
+        plan.require_module(self.module_fingerprint)
+        plan.require_world(self.layout.world_size)
         if plan.layout != self.layout:
             raise PlanError(f"The plan's layout is {plan.layout}, but the pipeline runs as {self.layout}.")
         positions = self.store.set_cuts(*planned, [plan.layers[index].name for index in plan.partition.cut_points])
@@ -233,6 +235,8 @@ class Pipeline:
                 "batch_idx or global_step, or set num_stages=1."
             )
         self._planning_trace = None
+        self._schedule = plan.schedule
+        self.num_microbatches = plan.num_microbatches
 
     def in_process(self, *, is_cut: bool = True, num_microbatches: int = 1) -> Pipeline:
         """Give a pipeline that runs this one's stages, or the step uncut, in this process; the module must be whole."""
@@ -341,8 +345,8 @@ class Pipeline:
         outcome = StepOutcome(sizes=sizes, is_over_batch=is_over_batch, loss_scale=loss_scale)
         if len(outcome.output_sizes) == 1 and self.layout.num_replicas == 1:
             outcome.loss_scale = None
-        name = self._schedule_name if training else "forward_only"
-        schedule = self._make_schedule("gpipe" if training and is_over_batch else name, self.num_stages, len(sizes))
+        spec = self._schedule if training else "forward_only"
+        schedule = self._make_schedule("gpipe" if training and is_over_batch else spec, self.num_stages, len(sizes))
 
         def stage_step(stage_index: int, own: list[Any]) -> StageStep:
             if is_over_batch and stage_index == self.num_stages - 1:

@@ -46,7 +46,7 @@ def resolve_layout(options: StrategyOptions, plan: PipelinePlan | None, world_si
         PlanError: the plan is for another number.
     """
     if plan is not None:
-        plan.require(module_fingerprint=plan.module_fingerprint, world_size=world_size)
+        plan.require_world(world_size)
         return plan.layout
     sizes = resolve_sizes(
         num_stages=options.num_stages, num_replicas=options.num_replicas, world_size=world_size, batch_size=1

@@ -113,7 +113,7 @@ class StrategyOptions:
     def _check_loss_over(self) -> None:
         if self.loss_over != "batch":
             return
-        given = self.plan.schedule_name if isinstance(self.plan, PipelinePlan) else self.schedule
+        given = self.plan.schedule.name if isinstance(self.plan, PipelinePlan) else self.schedule
         if given not in ("auto", "gpipe"):
             raise ConfigurationError(
                 "loss_over='batch' needs the outputs of all micro-batches before the first backward, which is "

@@ -55,7 +55,7 @@ def make_pipeline(
         groups: The runtime's groups; None where there is one process.
         device: Where this rank computes.
     """
-    schedule = options.schedule_name if plan is None else plan.schedule_name
+    schedule = options.schedule_name if plan is None else plan.schedule.name
     if options.loss_over == "batch" and schedule not in ("auto", "gpipe"):
         raise PlanError(f"loss_over='batch' needs a plan with schedule 'gpipe'; this one has {schedule!r}")
     seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**63)
@@ -75,7 +75,7 @@ def make_pipeline(
         transport=groups.transport(device) if groups is not None and has_neighbours else None,
         num_microbatches=1,
         make_schedule=get_schedule,
-        schedule_name="1f1b" if schedule == "auto" else schedule,
+        schedule="1f1b" if schedule == "auto" else schedule,
         seed=communicator.broadcast_in_world(seed),
         device=device,
         split_batch=options.split_batch,
@@ -162,7 +162,7 @@ def plan_pipeline(
             num_stages=layout.num_stages,
             num_replicas=layout.num_replicas,
             num_microbatches=sizes.num_microbatches,
-            schedule_name=options.schedule_name,
+            schedule=options.schedule_name,
             module_fingerprint=pipeline.module_fingerprint,
             partition=pipeline.cut_points_after if options.cut_after else options.partition,
             optimizer_state_ratio=optimizer_state_ratio(optimizers),
@@ -175,7 +175,6 @@ def plan_pipeline(
             "or its flags differ between processes. Build the same module on every rank"
         )
     pipeline.set_plan(plan)
-    pipeline.num_microbatches = plan.num_microbatches
     if step_name == "training_step" and options.verify is not False:
         verify_on_one_rank(
             pipeline,

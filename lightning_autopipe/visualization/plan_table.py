@@ -26,7 +26,7 @@ def plan_table(plan: PipelinePlan) -> Table:
     """
     layout = plan.layout
     title = (
-        f"{_count(layout.num_stages, 'stage')} × {_count(layout.num_replicas, 'replica')}, {plan.schedule_name}, "
+        f"{_count(layout.num_stages, 'stage')} × {_count(layout.num_replicas, 'replica')}, {plan.schedule}, "
         f"{_count(plan.num_microbatches, 'micro-batch')}"
     )
     table = Table(title=title, caption=_tie_note(plan), box=box.SIMPLE_HEAD, show_footer=True, padding=(0, 1, 0, 0))

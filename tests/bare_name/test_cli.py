@@ -29,7 +29,7 @@ class Model(Regression):
 
 if __name__ == "__main__":
     trainer = LightningCLI(Model).trainer
-    print(f"ENDED {trainer.global_rank} {trainer.global_step} {trainer.strategy.layout}", flush=True)  # one write
+    print(f"ENDED {trainer.global_rank} {trainer.global_step} {trainer.strategy.layout.num_stages}", flush=True)  # one write
 """
 TRAINER = {
     "accelerator": "cpu",
@@ -60,14 +60,14 @@ def test_the_class_with_options_in_a_file(user_python: Path, application: Path) 
     output = run(user_python, application, "fit", "--config", config, cwd=application.parent)
     assert "2 stages × 1 replica, 1f1b, 4 micro-batches" in output
     for global_rank in range(2):
-        assert f"ENDED {global_rank} 2 ParallelLayout(num_stages=2, num_replicas=1)" in output
+        assert f"ENDED {global_rank} 2 2" in output
 
 
 def test_the_name_on_the_command_line(user_python: Path, application: Path) -> None:
     config = write_config(application.with_name("settings.yaml"), devices=1)
     arguments = ("fit", "--config", config, "--trainer.strategy", "autopipe_h")
     output = run(user_python, application, *arguments, cwd=application.parent)
-    assert "ENDED 0 2 ParallelLayout(num_stages=1, num_replicas=1)" in output
+    assert "ENDED 0 2 1" in output
 
 
 # In this process: how options are read -----------------------------------------------------------

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_autopipe.core import ConfigurationError, ParallelLayout, Partition, PlanError
+from lightning_autopipe.core.layout import StageRanks
 
 
 def test_stages_own_the_layers_between_their_cut_points() -> None:
@@ -51,3 +52,32 @@ def test_a_layout_refuses_counts_below_one_and_ranks_outside() -> None:
         ParallelLayout(num_stages=2, num_replicas=0)
     with pytest.raises(IndexError, match="global_rank 2"):
         ParallelLayout(num_stages=2).stage_index(2)
+
+
+def test_a_layout_that_a_mapping_chose() -> None:
+    layout = ParallelLayout(num_stages=2, num_replicas=2, ranks=((3, 1), (0, 2)))
+    assert [(layout.stage_index(rank), layout.replica_index(rank)) for rank in range(4)] == [
+        (1, 0),
+        (0, 1),
+        (1, 1),
+        (0, 0),
+    ]
+    assert (layout.pipeline_ranks(0), layout.pipeline_ranks(1)) == ((3, 0), (1, 2))
+    assert (layout.stage_ranks(0), layout.stage_ranks(1)) == ((3, 1), (0, 2))
+    # The launcher's order, spelled out.
+    assert ParallelLayout(num_stages=2, num_replicas=2, ranks=((1, 3), (0, 2))) == ParallelLayout(
+        num_stages=2, num_replicas=2
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        (((1,), (0,), (2,)), r"2 stages x 1 replicas need 1 ranks for each stage, got \[1, 1, 1\]"),
+        (((2,), (0,)), r"every rank from 0 to 1 .* got \[0, 2\]"),
+        (((0,), (1,)), "rank 0 must run the last stage of replica 0.* there is rank 1"),
+    ],
+)
+def test_a_layout_that_does_not_place_each_rank_once_is_refused(ranks: StageRanks, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ParallelLayout(num_stages=2, ranks=ranks)

@@ -24,7 +24,7 @@ def test_layers_are_balanced_by_their_floating_point_operations() -> None:
     assert plan.partition.cut_points == (3,)
     assert plan.stage_work_shares == (0.5, 0.5)
     assert plan.layout.world_size == 4
-    assert (plan.schedule_name, plan.num_microbatches) == ("1f1b", 4)
+    assert (plan.schedule.name, plan.num_microbatches) == ("1f1b", 4)
     assert PipelinePlan.from_json(plan.to_json()) == plan
 
 
@@ -56,7 +56,7 @@ def test_the_schedule_counts() -> None:
     """What 1F1B hides behind its warm-up and what GPipe hides are different."""
     profile = a_profile(4, 4, 1, 1, 3, 4)
     assert planned(profile, num_stages=3, num_microbatches=6).partition.cut_points == (2, 5)
-    assert planned(profile, num_stages=3, num_microbatches=6, schedule_name="gpipe").partition.cut_points == (1, 4)
+    assert planned(profile, num_stages=3, num_microbatches=6, schedule="gpipe").partition.cut_points == (1, 4)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ def test_the_schedule_counts() -> None:
         ({"num_stages": 5}, "num_stages=5 is more than the 4 layers"),
         ({"num_replicas": 0}, "num_replicas must be an integer >= 1"),
         (
-            {"schedule_name": "zero_bubble"},
+            {"schedule": "zero_bubble"},
             "schedule='zero_bubble' is not known; set it to one of 'auto', '1f1b', 'gpipe'",
         ),
-        ({"schedule_name": "forward_only"}, "schedule='forward_only' is not known"),
+        ({"schedule": "forward_only"}, "schedule='forward_only' is not known"),
         (
             {"partition": "even"},
             'partition must be "auto", "uniform", "parameters" or a list of cut points, got \'even\'',

@@ -49,7 +49,7 @@ def a_cluster(world_size: int, *, speed_of_last: float = 1.0) -> ClusterTopology
 
 @pytest.mark.parametrize(("schedule_name", "last_of_stage_0"), [("1f1b", "0B2"), ("gpipe", "0B2")])
 def test_a_plan_is_simulated_by_its_own_schedule(schedule_name: str, last_of_stage_0: str) -> None:
-    step = plan_step(a_plan(schedule_name=schedule_name))
+    step = plan_step(a_plan(schedule=schedule_name))
     assert [schedule.name for schedule in step.schedules] == [schedule_name]
     timeline = simulate(step)
     # Warm-up of one forward, three micro-batches on the last stage, and one backward.

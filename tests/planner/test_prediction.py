@@ -39,7 +39,7 @@ def test_a_plan_is_balanced_by_them_and_says_so() -> None:
 
 
 def test_without_measurements_nothing_is_predicted() -> None:
-    options: dict[str, Any] = {"schedule_name": "1f1b", "num_microbatches": 1, "optimizer_state_ratio": 2.0}
+    options: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 1, "optimizer_state_ratio": 2.0}
     assert predict_stages([a_layer("a")], Partition(cut_points=(), num_layers=1), **options) == ()
 
 
@@ -71,7 +71,7 @@ def test_memory_by_hand() -> None:
     first, last = predict_stages(
         layers,
         Partition(cut_points=(2,), num_layers=3),
-        schedule_name="1f1b",
+        schedule="1f1b",
         num_microbatches=4,
         optimizer_state_ratio=2.0,
     )
@@ -93,7 +93,7 @@ def test_a_copy_on_the_stage_that_counts_it_is_no_copy() -> None:
         a_layer("b", measured(), parameters=("shared",), tied=tied),
         a_layer("c", measured(), parameters=("shared",), tied=tied),
     ]
-    options: dict[str, Any] = {"schedule_name": "gpipe", "num_microbatches": 2, "optimizer_state_ratio": 2.0}
+    options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 2, "optimizer_state_ratio": 2.0}
     (whole,) = predict_stages(layers, Partition(cut_points=(), num_layers=3), **options)
     assert whole.parameter_bytes == 300
     first, last = predict_stages(layers, Partition(cut_points=(1,), num_layers=3), **options)

@@ -38,7 +38,7 @@ def make_pipeline(
     num_microbatches: int,
     num_replicas: int = 1,
     replica_index: int = 0,
-    schedule_name: str = "1f1b",
+    schedule: str = "1f1b",
     step_name: str = "training_step",
     partition: Any = "auto",
     **options: Any,
@@ -52,7 +52,7 @@ def make_pipeline(
         transport=None,
         num_microbatches=num_microbatches,
         make_schedule=get_schedule,
-        schedule_name=schedule_name,
+        schedule=schedule,
         seed=3,
         **options,
     )
@@ -61,7 +61,7 @@ def make_pipeline(
         num_stages=num_stages,
         num_replicas=num_replicas,
         num_microbatches=num_microbatches,
-        schedule_name=schedule_name,
+        schedule=schedule,
         module_fingerprint=pipeline.module_fingerprint,
         partition=partition,
     )

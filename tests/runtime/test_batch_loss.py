@@ -105,7 +105,7 @@ def test_the_loss_is_that_of_the_whole_batch(
         clone(batch),
         num_stages=num_stages,
         num_microbatches=num_microbatches,
-        schedule_name="gpipe",
+        schedule="gpipe",
         loss_over="batch",
     )
     assert_close(run, reference)
@@ -127,7 +127,7 @@ def test_without_it_the_loss_depends_on_the_number_of_microbatches() -> None:
 def test_an_evaluation() -> None:
     module, batch = TwoTowers().eval(), pairs(6)
     pipeline = make_pipeline(
-        module, (batch, 0), num_stages=2, num_microbatches=3, schedule_name="gpipe", loss_over="batch"
+        module, (batch, 0), num_stages=2, num_microbatches=3, schedule="gpipe", loss_over="batch"
     )
     with torch.no_grad():
         outcome = pipeline.run("validation_step", (batch, 0), {}, training=False, step=0)
@@ -148,7 +148,7 @@ def test_replicas_have_a_batch_each() -> None:
             num_replicas=2,
             replica_index=index,
             num_microbatches=4,
-            schedule_name="gpipe",
+            schedule="gpipe",
             loss_over="batch",
         )
         for index in range(2)
@@ -179,12 +179,12 @@ class Draws(TwoTowers):
 @pytest.mark.parametrize(("kind", "reason"), [(Draws, "draws random numbers")])
 def test_what_cannot_be_joined_is_refused(kind: type[nn.Module], reason: str) -> None:
     with pytest.raises(CaptureError, match=reason):
-        run_once(kind(), pairs(8), num_stages=2, num_microbatches=4, schedule_name="gpipe", loss_over="batch")
+        run_once(kind(), pairs(8), num_stages=2, num_microbatches=4, schedule="gpipe", loss_over="batch")
 
 
 def test_layers_end_before_the_samples_are_mixed() -> None:
     module, batch = Mixed(), pairs(8)
-    options = {"num_microbatches": 4, "schedule_name": "gpipe", "loss_over": "batch"}
+    options = {"num_microbatches": 4, "schedule": "gpipe", "loss_over": "batch"}
     assert_close(run_once(module, batch, num_stages=3, **options), run_plain(module, batch))
     with pytest.raises(ConfigurationError, match="num_stages=6"):
         run_once(module, batch, num_stages=6, **options)
@@ -195,14 +195,14 @@ def test_layers_end_before_the_samples_are_mixed() -> None:
 @pytest.mark.parametrize("apart", [True, False])
 def test_views_of_each_sample_in_one_pass(apart: bool, num_stages: int, num_samples: int) -> None:
     module, batch = Views(apart=apart), pairs(num_samples)
-    options = {"num_microbatches": 3, "schedule_name": "gpipe", "loss_over": "batch"}
+    options = {"num_microbatches": 3, "schedule": "gpipe", "loss_over": "batch"}
     assert_close(run_once(module, batch, num_stages=num_stages, **options), run_plain(module, batch))
 
 
 def test_views_in_another_order_are_refused() -> None:
     with pytest.raises(CaptureError, match="2 rows for each sample, in an order that is neither"):
         run_once(
-            Shuffled(apart=True), pairs(8), num_stages=2, num_microbatches=2, schedule_name="gpipe", loss_over="batch"
+            Shuffled(apart=True), pairs(8), num_stages=2, num_microbatches=2, schedule="gpipe", loss_over="batch"
         )
 
 
@@ -215,7 +215,7 @@ class Embeds(TwoTowers):
 def test_a_prediction_is_that_of_the_whole_batch() -> None:
     module, batch = Embeds().eval(), pairs(6)
     pipeline = make_pipeline(
-        module, (batch, 0), num_stages=2, num_microbatches=3, schedule_name="gpipe", loss_over="batch"
+        module, (batch, 0), num_stages=2, num_microbatches=3, schedule="gpipe", loss_over="batch"
     )
     with torch.no_grad():
         outcome = pipeline.run("predict_step", (batch, 0), {}, training=False, step=0)

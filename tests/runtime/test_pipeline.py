@@ -314,7 +314,7 @@ def test_live_boundary_values(num_microbatches: int, schedule_name: str, monkeyp
         (batch, 0),
         num_stages=num_stages,
         num_microbatches=num_microbatches,
-        schedule_name=schedule_name,
+        schedule=schedule_name,
     )
     live: dict[int, list[weakref.ref[Tensor]]] = {stage_index: [] for stage_index in range(num_stages)}
     peak = dict.fromkeys(live, 0)

@@ -105,7 +105,7 @@ def test_dropout_does_not_depend_on_the_number_of_stages(num_microbatches: int) 
     runs = [
         run_once(module, batch, num_stages=num_stages, num_microbatches=num_microbatches) for num_stages in (1, 2, 3, 4)
     ]
-    runs.append(run_once(module, batch, num_stages=3, num_microbatches=num_microbatches, schedule_name="gpipe"))
+    runs.append(run_once(module, batch, num_stages=3, num_microbatches=num_microbatches, schedule="gpipe"))
     for run in runs[1:]:
         assert_identical(run, runs[0], tied=TIED["GPT-2"])
 

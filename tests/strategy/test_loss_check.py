@@ -100,7 +100,7 @@ def test_nothing_is_said(loss: Loss, size: int) -> None:
 
 
 def test_a_loss_over_the_batch_is_that_of_the_whole() -> None:
-    checked(contrastive, loss_over="batch", schedule_name="gpipe")
+    checked(contrastive, loss_over="batch", schedule="gpipe")
 
 
 def test_a_loss_over_the_batch_of_layers_that_mix_samples_is_an_error() -> None:
@@ -110,7 +110,7 @@ def test_a_loss_over_the_batch_of_layers_that_mix_samples_is_an_error() -> None:
             return contrastive(self.layers[1](hidden - hidden.mean(0)), batch[1])
 
     module, batch = Mixes(contrastive, has_norm=False), batch_of(8)
-    options: Any = {"num_microbatches": 2, "schedule_name": "gpipe", "loss_over": "batch"}
+    options: Any = {"num_microbatches": 2, "schedule": "gpipe", "loss_over": "batch"}
     pipeline = make_pipeline(module, (batch, 0), num_stages=2, **options)
     with pytest.raises(CaptureError, match=r"where its layers run in 2 parts: some layer mixes"):
         check_loss(pipeline, step_name="training_step", args=(batch, 0), kwargs={}, num_microbatches=2)

@@ -10,9 +10,11 @@ import pytest
 
 from lightning_autopipe import ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import LayerProfile
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.strategy import AutoPipeStrategy
 from lightning_autopipe.strategy.options import StrategyOptions
 
@@ -23,8 +25,8 @@ def plan() -> PipelinePlan:
         module_fingerprint="some module",
         layers=layers,
         partition=Partition(cut_points=(2,), num_layers=4),
-        layout=ParallelLayout(num_stages=2, num_replicas=1),
-        schedule_name="gpipe",
+        mapping=DeviceMapping.of_layout(ParallelLayout(num_stages=2)),
+        schedule=ScheduleSpec(name="gpipe"),
         num_microbatches=3,
     )
 

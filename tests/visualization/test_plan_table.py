@@ -5,7 +5,15 @@ from typing import Any
 
 from rich.table import Table
 
-from lightning_autopipe.core import LayerProfile, ParallelLayout, Partition, PipelinePlan, StagePrediction
+from lightning_autopipe.core import (
+    DeviceMapping,
+    LayerProfile,
+    ParallelLayout,
+    Partition,
+    PipelinePlan,
+    ScheduleSpec,
+    StagePrediction,
+)
 from lightning_autopipe.visualization import plan_table, plan_text
 
 
@@ -29,8 +37,8 @@ def a_plan(**changes: Any) -> PipelinePlan:
             a_layer("head", 0, parameters=("wte.weight",)),
         ),
         "partition": Partition(cut_points=(2, 3), num_layers=4),
-        "layout": ParallelLayout(num_stages=3, num_replicas=2),
-        "schedule_name": "1f1b",
+        "mapping": DeviceMapping.of_layout(ParallelLayout(num_stages=3, num_replicas=2)),
+        "schedule": ScheduleSpec(name="1f1b"),
         "num_microbatches": 8,
         "stage_work_shares": (0.5, 0.25, 0.25),
     }
@@ -82,7 +90,7 @@ def test_predicted_time_and_memory_are_shown() -> None:
 def test_one_stage_and_no_prediction() -> None:
     plan = a_plan(
         partition=Partition(cut_points=(), num_layers=4),
-        layout=ParallelLayout(num_stages=1, num_replicas=40),
+        mapping=DeviceMapping.of_layout(ParallelLayout(num_stages=1, num_replicas=40)),
         stage_work_shares=(),
         num_microbatches=1,
     )

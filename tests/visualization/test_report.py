@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_autopipe.core import ParallelLayout, Partition, Timeline
+from lightning_autopipe.core import DeviceMapping, ParallelLayout, Partition, Timeline
 from lightning_autopipe.visualization import link_uses, report_html, save_report
 
 from .test_plan_table import a_layer, a_plan
@@ -93,7 +93,7 @@ def test_all_text_is_escaped(timeline: Timeline) -> None:
         module_fingerprint=EVIL,
         layers=(a_layer(EVIL, 1, parameters=(EVIL,)), a_layer("b", 1, parameters=(EVIL,))),
         partition=Partition(cut_points=(1,), num_layers=2),
-        layout=ParallelLayout(num_stages=2),
+        mapping=DeviceMapping.of_layout(ParallelLayout(num_stages=2)),
         stage_work_shares=(),
     )
     html = report_html(plan, {EVIL: timeline}, runners_up=[{EVIL: EVIL}], notes=[EVIL], title=EVIL)
