@@ -158,8 +158,15 @@ class _Chooser:
         return [*found, *(orders or ())]
 
     def _are_few(self, orders: list[Grid]) -> bool:
-        num_partitions = math.comb(self._setting.cost.num_layers - 1, self._setting.num_stages - 1)
+        setting = self._setting
+        num_partitions = math.comb(setting.cost.num_layers - 1, setting.num_stages - 1) if setting.cuts is None else 1
         return len(orders) * num_partitions <= self._max_exact
+
+    def _all_cuts(self) -> Iterator[Cuts]:
+        setting = self._setting
+        if setting.cuts is not None:
+            return iter((setting.cuts,))
+        return combinations(range(1, setting.cost.num_layers), setting.num_stages - 1)
 
     def _few_orders(self, *, keeps_rank_0: bool) -> list[Grid] | None:
         """All mappings without those that mirror others; None where they are many."""
@@ -176,11 +183,7 @@ class _Chooser:
         setting, prices = self._setting, self._prices
         search = MappingSearch(prices=prices, keeps_rank_0=False, fold=self._fold)
         candidates = sorted(
-            (
-                search.evaluated(grid, cuts)
-                for grid in grids
-                for cuts in combinations(range(1, setting.cost.num_layers), setting.num_stages - 1)
-            ),
+            (search.evaluated(grid, cuts) for grid in grids for cuts in self._all_cuts()),
             key=lambda candidate: candidate.score[:2],
         )
         self._num_scored += search.num_scored

@@ -156,6 +156,8 @@ class MappingPrices:
 
     def shares(self, grid: Sequence[Sequence[int]], cuts: Cuts) -> tuple[int, ...]:
         """Micro-batches of each replica, by the time that each takes for one."""
+        if self.setting.equal_shares:
+            return self.even_shares()
         route, edges = self.setting.network.route, (0, *cuts, self._num_layers)
         fills, periods = [], []
         self.num_priced += len(grid) * len(edges)
@@ -181,6 +183,8 @@ class MappingPrices:
 
     def cuts(self, grid: Grid, shares: Sequence[int]) -> Cuts:
         """Cuts with which no stage adds much more to the step than it must, quickly; see `quick_cuts`."""
+        if self.setting.cuts is not None:
+            return self.setting.cuts
         weights, entries = self._stage_weights(grid, shares)
         self.num_priced += (NUM_HALVINGS // 3 + len(grid)) * len(weights)
         return quick_cuts(weights, entries)

@@ -10,7 +10,7 @@ from lightning_autopipe.planner.cost import CostModel
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.objective import PipelineSetting
 from lightning_autopipe.planner.placements import Grid
-from lightning_autopipe.planner.replica import Depths
+from lightning_autopipe.planner.replica import Cuts, Depths
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
 
@@ -29,6 +29,8 @@ class MappingSetting:
     num_replicas: int = 1
     num_microbatches: int
     """Of all replicas together."""
+    equal_shares: bool = False
+    """Whether replicas take equal numbers of micro-batches even where they are unlike, as the runtime needs it."""
     depths: Depths = ()
     """Warm-up of each stage; empty: as many micro-batches as stages follow."""
     microbatch_size: float | None = None
@@ -37,6 +39,8 @@ class MappingSetting:
     """What all ranks take to agree on one number at the step's end."""
     optimizer_state_ratio: float = 2.0
     """Bytes of optimizer state for each byte of trainable parameters."""
+    cuts: Cuts | None = None
+    """Of the layers, where they are given; None: they are chosen."""
 
     def __post_init__(self) -> None:
         needed = self.num_stages * self.num_replicas
@@ -70,4 +74,5 @@ class MappingSetting:
             microbatch_size=self.microbatch_size,
             exchange_s=self.exchange_s,
             optimizer_state_ratio=self.optimizer_state_ratio,
+            cuts=self.cuts,
         )

@@ -43,6 +43,8 @@ class PipelineSetting:
     """What all ranks take to agree on one number at the step's end."""
     optimizer_state_ratio: float = 2.0
     """Bytes of optimizer state for each byte of trainable parameters."""
+    cuts: Cuts | None = None
+    """Of the layers, where they are given; None: they are chosen."""
 
     def __post_init__(self) -> None:
         if not self.num_microbatches or any(number < 1 for number in self.num_microbatches):

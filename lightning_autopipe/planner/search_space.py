@@ -1,0 +1,88 @@
+"""What a search is given, and what it may choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_autopipe.core.cluster import ClusterTopology, Device
+from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.planner.cost import CostModel
+from lightning_autopipe.planner.links import LinkNetwork
+from lightning_autopipe.planner.replica import Cuts
+from lightning_autopipe.schedules.gpipe import NAME as GPIPE
+from lightning_autopipe.schedules.one_f_one_b import NAME as ONE_F_ONE_B
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """What is given, and what may be chosen.
+
+    Raises:
+        ConfigurationError: numbers contradict each other or the number of devices.
+    """
+
+    cost: CostModel
+    network: LinkNetwork
+    """All its devices run something."""
+    batch_size: float
+    """Samples."""
+    batch_of: Literal["replica", "step"] = "replica"
+    """Whether each replica has such a batch, as under Lightning's loaders, or all share one."""
+    num_stages: int | Auto = "auto"
+    num_replicas: int | Auto = "auto"
+    num_microbatches: int | Auto = "auto"
+    """Of each replica."""
+    schedule: str = "auto"
+    """``"auto"``: 1F1B with any depths, or slices; ``"1f1b"``, ``"gpipe"``: that one as it is."""
+    cuts: Cuts | None = None
+    """Of the layers, where they are given; they decide the number of stages."""
+    min_samples: float = 1.0
+    """Of a micro-batch."""
+    may_slice: bool = False
+    """Whether micro-batches may be sliced, which the runtime cannot do yet."""
+    equal_shares: bool = True
+    """Whether replicas take equal numbers of micro-batches, which the runtime needs."""
+    exchange_s: float = 0.0
+    optimizer_state_ratio: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("auto", ONE_F_ONE_B, GPIPE):
+            raise ConfigurationError(f"schedule={self.schedule!r} is not known; set auto, {ONE_F_ONE_B} or {GPIPE}")
+        if self.cuts is not None and self.num_stages not in ("auto", len(self.cuts) + 1):
+            raise ConfigurationError(
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, but num_stages is {self.num_stages}"
+            )
+        if not self.layouts():
+            wanted = f"num_stages={self.num_stages} x num_replicas={self.num_replicas}"
+            raise ConfigurationError(
+                f"{wanted} does not use the {self.topology.world_size} devices with at most one stage for each of the "
+                f"{self.cost.num_layers} layers; set numbers whose product is {self.topology.world_size}"
+            )
+
+    @property
+    def topology(self) -> ClusterTopology:
+        """Devices and links."""
+        return self.network.topology
+
+    def layouts(self) -> list[tuple[int, int]]:
+        """Numbers of stages and replicas that use all devices."""
+        world_size = self.topology.world_size
+        num_stages = self.num_stages if self.cuts is None else len(self.cuts) + 1
+        return [
+            (stages, world_size // stages)
+            for stages in range(1, min(world_size, self.cost.num_layers) + 1)
+            if not world_size % stages
+            and num_stages in ("auto", stages)
+            and self.num_replicas in ("auto", world_size // stages)
+        ]
+
+
+def alike_devices(num_devices: int, *, model: str = "the profiled device") -> LinkNetwork:
+    """Devices of one kind with all the memory that is needed, between which transfers take no time."""
+    devices = tuple(
+        Device(global_rank=rank, server="one server", model=model, memory_bytes=2**62) for rank in range(num_devices)
+    )
+    return LinkNetwork(ClusterTopology(devices=devices))
