@@ -10,10 +10,11 @@ from itertools import combinations, pairwise
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.planner.cut_moves import CheaperCuts, shifted
 from lightning_autopipe.planner.min_max import check_enough_layers, min_max_partition
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.replica import Cuts, Depths
-from lightning_autopipe.planner.starts import MinMaxTable, quick_cuts
+from lightning_autopipe.planner.starts import MinMaxTable, cheap_cuts, lopsided_cuts, quick_cuts
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
 MAX_EXACT = 20_000
@@ -91,6 +92,8 @@ class PartitionSearch:
         check_enough_layers(self.num_stages, self.num_layers)
         self._adds = objective.bound_weights(depths)
         self._table: MinMaxTable | None = None
+        entries = self._adds[1]
+        self._cheaper = CheaperCuts(entries) if any(map(any, entries)) else None
 
     def run(self, *, max_exact: int = MAX_EXACT) -> PartitionChoice:
         """The best partition that is found; see `choose_partition`."""
@@ -186,9 +189,12 @@ class PartitionSearch:
     # Around some -----------------------------------------------------------
 
     def starts(self) -> list[Cuts]:
-        """Where to begin: the most even partition, and both ends of the two kinds of min-max ones."""
+        """Where to begin: the most even partition, both ends of the two kinds of min-max ones, and more with links."""
         by_time = _both_ends(MinMaxTable(self.objective.stage_prefixes()), self.num_stages, self.num_layers)
-        return list(dict.fromkeys([self._even_start(), *self.bound_starts(), *by_time]))
+        starts = [self._even_start(), *self.bound_starts(), *by_time]
+        if self._cheaper is not None:
+            starts += [*cheap_cuts(*self._adds), *lopsided_cuts(self.num_stages, self.num_layers)]
+        return list(dict.fromkeys(starts))
 
     @property
     def _by_bound(self) -> MinMaxTable:
@@ -209,7 +215,7 @@ class PartitionSearch:
         for cuts in starts:
             self.consider(cuts)
         self._move_around_masters(starts, effort=(self._last_action - self.objective.num_priced_actions) // 2)
-        while not self.is_over and any(self.consider(cuts) for cuts in self._shifted(self.best)):
+        while not self.is_over and any(self.consider(cuts) for cuts in self._neighbours(self.best)):
             pass
 
     def _move_around_masters(self, starts: list[Cuts], *, effort: int) -> None:
@@ -252,16 +258,10 @@ class PartitionSearch:
                 if self._master_stage(moved) <= master:
                     yield moved
 
-    def _shifted(self, cuts: Cuts) -> Iterator[Cuts]:
-        """Runs of neighbouring cuts, moved by a layer together: from one end of the run to the other."""
-        edges = (0, *cuts, self.num_layers)
-        for length in range(1, self.num_stages):
-            for first in range(self.num_stages - length):
-                last = first + length
-                if edges[last + 1] - edges[last] > 1:
-                    yield (*cuts[:first], *(cut + 1 for cut in cuts[first:last]), *cuts[last:])
-                if edges[first + 1] - edges[first] > 1:
-                    yield (*cuts[:first], *(cut - 1 for cut in cuts[first:last]), *cuts[last:])
+    def _neighbours(self, cuts: Cuts) -> Iterator[Cuts]:
+        yield from shifted(cuts, self.num_layers)
+        if self._cheaper is not None:
+            yield from self._cheaper.jumped(cuts)
 
     def _even_start(self) -> Cuts:
         prefix = self.objective.stage_prefixes()[0]

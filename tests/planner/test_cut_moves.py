@@ -1,0 +1,63 @@
+"""Where searches for cuts begin, and which way they go, where links are slow and little crosses some cuts."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from lightning_autopipe.core import CrossingValue, Link
+from lightning_autopipe.planner.cut_moves import CheaperCuts, shifted
+from lightning_autopipe.planner.objective import Objective
+from lightning_autopipe.planner.partitioner import choose_partition
+from lightning_autopipe.planner.starts import cheap_cuts, lopsided_cuts
+from lightning_autopipe.schedules import default_depths
+from tests.planner.steps import a_device, a_profile, a_setting, servers
+
+#           before layer  0  1  2  3  4  5  6  7  8
+ENTRY = [0.0, 9.0, 1.0, 9.0, 9.0, 9.0, 2.0, 9.0, 0.0]
+EVEN = [float(index) for index in range(9)]
+
+
+def test_shifted_moves_runs_of_cuts_by_a_layer() -> None:
+    assert list(shifted((1, 3), 4)) == [(2, 3), (1, 2)]
+    assert set(shifted((2, 4), 6)) == {(3, 4), (1, 4), (2, 5), (2, 3), (3, 5), (1, 3)}
+    assert list(shifted((), 4)) == []
+
+
+def test_jumps_go_to_the_next_cheaper_cut_on_either_side() -> None:
+    moves = CheaperCuts([[0.0] * 9, ENTRY, ENTRY])
+    assert set(moves.jumped((4, 7))) == {(2, 7), (6, 7)}  # 7 would jump to 6, which is next to it
+    assert set(moves.jumped((2, 4))) == {(2, 6)}  # nothing is cheaper than 2, and 4 cannot jump over it
+    assert list(moves.jumped((2, 6))) == []
+
+
+def test_cheap_cuts_even_out_stages_at_cuts_below_each_price() -> None:
+    entries = [[0.0] * 9, ENTRY, ENTRY]
+    assert list(cheap_cuts([EVEN] * 3, entries)) == [(2, 6)]
+    # Only the second boundary is slow.
+    assert list(cheap_cuts([EVEN] * 3, [[0.0] * 9, [0.0] * 9, ENTRY])) == [(1, 2), (3, 6)]
+
+
+def test_lopsided_cuts_leave_one_stage_with_almost_all() -> None:
+    assert list(lopsided_cuts(3, 9)) == [(7, 8), (1, 8), (1, 2)]
+    assert list(lopsided_cuts(1, 9)) == [()]
+
+
+@pytest.mark.parametrize("first_bytes", [1, 60])
+def test_a_search_goes_far_for_a_cut_at_which_little_crosses(first_bytes: int) -> None:
+    """24 layers in two servers: 100 bytes cross each cut but the second and (with other bytes) the fourth."""
+    sizes = [100] * 23
+    sizes[1], sizes[3] = first_bytes, 30
+    values = tuple(
+        CrossingValue(producer=index, last_reader=index + 1, forward_bytes=size, gradient_bytes=size)
+        for index, size in enumerate(sizes)
+    )
+    network = servers("AABB", Link(a="A", b="B", bandwidth_bytes_per_s=2.0, latency_s=0.1))
+    devices = tuple(a_device(rank, server) for rank, server in enumerate("AABB"))
+    profile = a_profile([1.0] * 24, [2.0] * 24, values=values)
+    setting = a_setting(profile, 4, 8, devices=(devices,), network=network)
+    objective, depths = Objective(setting), default_depths(4)
+    best = min(objective.step_s(cuts, depths) for cuts in combinations(range(1, 24), 3))
+    found = choose_partition(setting, max_exact=0)
+    assert found.step_s == pytest.approx(best, rel=1e-12)
