@@ -2,166 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from lightning_autopipe.core._checks import check_int, check_number, check_text, check_tuple
+from lightning_autopipe.core._checks import check_number, check_tuple
+from lightning_autopipe.core._profile_json import profile_fields_from_json, profile_to_json
 from lightning_autopipe.core.errors import PlanError
+from lightning_autopipe.core.files import write_whole
+from lightning_autopipe.core.profile_parts import (
+    CrossingValue,
+    DeviceTimes,
+    LayerBytes,
+    LayerMeasurement,
+    LayerProfile,
+    SizedBytes,
+    TiedParameter,
+)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerMeasurement:
-    """What a layer takes for one micro-batch, measured by running it alone."""
-
-    forward_s: float
-    """Seconds of its forward."""
-    backward_s: float
-    """Seconds of its backward; 0 where nothing in it requires a gradient."""
-    activation_bytes: int
-    """What autograd keeps from its forward for its backward; without parameters, buffers and the batch."""
-    received_kept_bytes: int = 0
-    """The part of `activation_bytes` that came from the layer before."""
-    sent_kept_bytes: int = 0
-    """The part of `activation_bytes` that goes on to the next layer."""
-    peak_bytes: int
-    """The most that forward and backward have alive at a time, besides parameters, their gradients and what came in."""
-    sent_bytes: int
-    """Bytes of the values that cross the cut after the layer; 0 after the last one."""
-    gradient_bytes: int
-    """Bytes of the gradients that come back across it."""
-
-    def __post_init__(self) -> None:
-        owner = "LayerMeasurement"
-        for name in ("forward_s", "backward_s"):
-            check_number(owner, name, getattr(self, name), error=PlanError)
-        for name in (
-            "activation_bytes",
-            "received_kept_bytes",
-            "sent_kept_bytes",
-            "peak_bytes",
-            "sent_bytes",
-            "gradient_bytes",
-        ):
-            check_int(owner, name, getattr(self, name), minimum=0, error=PlanError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiedParameter:
-    """A parameter that a layer uses and an earlier layer counts."""
-
-    name: str
-    num_bytes: int
-    is_trainable: bool
-
-    def __post_init__(self) -> None:
-        check_text("TiedParameter", "name", self.name, error=PlanError)
-        check_int("TiedParameter", "num_bytes", self.num_bytes, minimum=0, error=PlanError)
-        if not isinstance(self.is_trainable, bool):
-            raise PlanError(f"TiedParameter: is_trainable must be true or false, got {self.is_trainable!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerProfile:
-    """One layer: the piece of the step between two neighbouring cuts.
-
-    A parameter that several layers use (a tie) has one name, the first one that the module gives it, and is listed in
-    each of them; it is *counted* in the first of them only, so that sums over all layers are the module's totals.
-    """
-
-    name: str
-    """Where the layer begins: a module path, with the position inside it where that is cut, too."""
-    forward_flops: float
-    """Floating-point operations of one forward over the traced batch (a multiplication and an addition are two)."""
-    param_bytes: int = 0
-    """Bytes of the parameters counted in this layer."""
-    trainable_bytes: int = 0
-    """Bytes of those that require a gradient."""
-    boundary_bytes: int = 0
-    """Bytes of the traced batch's values that cross the cut after this layer; 0 after the last layer."""
-    parameters: tuple[str, ...] = ()
-    """Names of all parameters that the layer uses."""
-    num_parameters: int = 0
-    """Number of elements of the parameters counted in this layer."""
-    num_trainable_parameters: int = 0
-    """Number of elements of those that require a gradient."""
-    tied: tuple[TiedParameter, ...] = ()
-    """Parameters that the layer uses and an earlier layer counts."""
-    measured: LayerMeasurement | None = None
-    """Seconds and bytes for one micro-batch; None where nothing was measured."""
-
-    def __post_init__(self) -> None:
-        check_text("LayerProfile", "name", self.name, error=PlanError)
-        owner = f"LayerProfile {self.name!r}"
-        check_number(owner, "forward_flops", self.forward_flops, error=PlanError)
-        for name in ("param_bytes", "trainable_bytes", "boundary_bytes", "num_parameters", "num_trainable_parameters"):
-            check_int(owner, name, getattr(self, name), minimum=0, error=PlanError)
-        check_tuple(owner, "parameters", self.parameters, str, error=PlanError)
-        check_tuple(owner, "tied", self.tied, TiedParameter, error=PlanError)
-        if self.measured is not None and not isinstance(self.measured, LayerMeasurement):
-            raise PlanError(f"{owner}: measured must be a LayerMeasurement or None, got {self.measured!r}")
-        for part, whole in (("trainable_bytes", "param_bytes"), ("num_trainable_parameters", "num_parameters")):
-            if getattr(self, part) > getattr(self, whole):
-                raise PlanError(
-                    f"{owner}: {part}={getattr(self, part)} is more than {whole}={getattr(self, whole)}, which counts "
-                    "the trainable ones too"
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CrossingValue:
-    """A value that one layer makes and later ones use: it crosses every cut in between.
-
-    A cut after layer i lies between its producer and its last reader where ``producer <= i < last_reader``.
-    """
-
-    producer: int
-    """Index of the layer that makes it."""
-    last_reader: int
-    """Index of the last layer that uses it."""
-    forward_bytes: int
-    """Bytes of the value for one micro-batch."""
-    gradient_bytes: int
-    """Bytes of its gradient; 0 where it has none."""
-
-    def __post_init__(self) -> None:
-        for name in ("producer", "forward_bytes", "gradient_bytes"):
-            check_int("CrossingValue", name, getattr(self, name), minimum=0, error=PlanError)
-        check_int("CrossingValue", "last_reader", self.last_reader, minimum=self.producer + 1, error=PlanError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceTimes:
-    """What each layer takes on one device model, for one micro-batch of one size."""
-
-    device_model: str
-    microbatch_size: float
-    """Samples in the micro-batch."""
-    forward_s: tuple[float, ...]
-    """Seconds of each layer's forward."""
-    backward_s: tuple[float, ...]
-    """Seconds of each layer's whole backward."""
-    backward_weight_s: tuple[float, ...] = ()
-    """The part of `backward_s` for the gradients of parameters; empty where it was not measured apart."""
-    optimizer_s: tuple[float, ...] = ()
-    """Seconds of each layer's optimizer step; empty where it was not measured."""
-    dtype: str = ""
-    """In which numbers it computed; empty where unknown."""
-
-    def __post_init__(self) -> None:
-        check_text("DeviceTimes", "device_model", self.device_model, error=PlanError)
-        owner = f"DeviceTimes {self.device_model!r}"
-        check_number(owner, "microbatch_size", self.microbatch_size, error=PlanError, exclusive=True)
-        for name in ("forward_s", "backward_s", "backward_weight_s", "optimizer_s"):
-            times = getattr(self, name)
-            if not isinstance(times, tuple):
-                raise PlanError(f"{owner}: {name} must be a tuple, got {type(times).__name__}")
-            for index, seconds in enumerate(times):
-                check_number(owner, f"{name}[{index}]", seconds, error=PlanError)
-            if len(times) != len(self.forward_s) and (times or name == "backward_s"):
-                raise PlanError(f"{owner}: {name} has {len(times)} values, forward_s has {len(self.forward_s)}")
-        for index, (part, whole) in enumerate(zip(self.backward_weight_s, self.backward_s, strict=False)):
-            if part > whole:
-                raise PlanError(f"{owner}: backward_weight_s[{index}]={part} is more than backward_s[{index}]={whole}")
+__all__ = [
+    "CrossingValue",
+    "DeviceTimes",
+    "LayerBytes",
+    "LayerMeasurement",
+    "LayerProfile",
+    "ModelProfile",
+    "SizedBytes",
+    "TiedParameter",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +44,8 @@ class ModelProfile:
     """Seconds by device model and size; empty: what was measured of the layers, on one model at one size."""
     microbatch_size: float | None = None
     """Samples in the micro-batch that layers and values were measured with; None where unknown."""
+    other_sizes: tuple[SizedBytes, ...] = ()
+    """What the layers keep and hand on for micro-batches of other sizes; empty: bytes grow with the size."""
 
     def __post_init__(self) -> None:
         check_tuple("ModelProfile", "layers", self.layers, LayerProfile, error=PlanError)
@@ -199,6 +70,18 @@ class ModelProfile:
             raise PlanError(f"ModelProfile: times has a device model, dtype and size twice: {keys}")
         if self.microbatch_size is not None:
             check_number("ModelProfile", "microbatch_size", self.microbatch_size, error=PlanError, exclusive=True)
+        check_tuple("ModelProfile", "other_sizes", self.other_sizes, SizedBytes, error=PlanError)
+        for sized in self.other_sizes:
+            if len(sized.layers) != self.num_layers:
+                raise PlanError(
+                    f"ModelProfile: bytes for micro-batches of {sized.microbatch_size:g} are of {len(sized.layers)} "
+                    f"layers, not of {self.num_layers}"
+                )
+        sizes = [self.microbatch_size, *(sized.microbatch_size for sized in self.other_sizes)]
+        if len(set(sizes)) < len(sizes) or (self.other_sizes and self.microbatch_size is None):
+            raise PlanError(
+                f"ModelProfile: microbatch_size and those of other_sizes must be numbers, each once; got {sizes}"
+            )
 
     @property
     def num_layers(self) -> int:
@@ -219,3 +102,40 @@ class ModelProfile:
                 replace(layer, measured=measured) for layer, measured in zip(self.layers, measurements, strict=True)
             ),
         )
+
+    def to_json(self) -> str:
+        """The profile as JSON text; `from_json` gives an equal profile."""
+        return profile_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelProfile:
+        """The profile that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is no JSON, a field is missing, unknown or of the wrong type, or contradicts another.
+        """
+        return cls(**profile_fields_from_json(text, cls))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the profile to a file, whole or not at all.
+
+        Raises:
+            ConfigurationError: the file cannot be written.
+        """
+        write_whole(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ModelProfile:
+        """Reads a profile from a file.
+
+        Raises:
+            PlanError: the file cannot be read or holds no valid profile; the message names it.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"the profile file {os.fspath(path)!r} cannot be read: {error}") from error
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"the profile file {os.fspath(path)!r} is not valid: {error}") from error

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import fields
 from enum import Enum
 from itertools import accumulate
 
 from lightning_autopipe.core.cluster import Device
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.partition import Partition
-from lightning_autopipe.core.profile import DeviceTimes, LayerMeasurement, LayerProfile, ModelProfile
+from lightning_autopipe.core.profile import DeviceTimes, LayerBytes, LayerMeasurement, LayerProfile, ModelProfile
+from lightning_autopipe.planner.size_fit import SizeFit
 
 _BACKWARD_FLOPS = 2.0
 """Operations of a backward for each one of its forward, where only forwards were counted: two products for one."""
@@ -34,8 +36,9 @@ class CostModel:
     """Prices layers: seconds by kind of work, device and size of the micro-batch, and bytes by cut and size.
 
     Times come from the profile's tables for the device's model; where there is none for it, from its first model's (or
-    what was measured of the layers), divided by the device's `relative_speed`. Between two measured sizes times lie on
-    a line; outside of them nothing is priced. Bytes grow with the size.
+    what was measured of the layers), divided by the device's `relative_speed`. Tables in other numbers than the first
+    one's do not count. Between two measured sizes times are fitted (`SizeFit`); outside of them nothing is priced.
+    Bytes lie on a line between two measured sizes, and beyond them; where one size was measured, they grow with it.
 
     Where nothing was measured, a forward takes as many units as floating-point operations were counted, or one a layer
     where none were, and a backward twice that. Units have no seconds, so transfers cost nothing then.
@@ -51,7 +54,8 @@ class CostModel:
         """What was measured of each layer, for memory; empty where nothing was."""
         self._tables: dict[str, list[DeviceTimes]] = {}
         for table in sorted(profile.times, key=lambda table: table.microbatch_size):
-            self._tables.setdefault(table.device_model, []).append(table)
+            if table.dtype == profile.times[0].dtype:
+                self._tables.setdefault(table.device_model, []).append(table)
         if profile.times:
             self._reference = profile.times[0].device_model
         else:
@@ -61,7 +65,14 @@ class CostModel:
         """Whether prices are seconds."""
         self.microbatch_size = profile.microbatch_size or self._tables[self._reference][-1].microbatch_size
         """Samples in the micro-batch that is meant where no size is given."""
-        self._sent, self._gradients = self._bytes_by_cut(measured)
+        known = [
+            (self.microbatch_size, measured),
+            *((sized.microbatch_size, sized.layers) for sized in profile.other_sizes),
+        ]
+        self._known_bytes: list[tuple[float, Sequence[LayerBytes]]] = sorted(known, key=lambda pair: pair[0])
+        self._bytes: dict[float, tuple[LayerBytes, ...]] = {self.microbatch_size: measured}
+        self._cuts: dict[float, tuple[list[int], list[int]]] = {}
+        self._fits: dict[tuple[str, Work], list[SizeFit]] = {}
         self.ties = _ties(profile.layers)
         """The layers that use each trainable tied parameter, and the bytes of its gradient."""
         self._prefixes: dict[tuple[Work, str, float, float], tuple[float, ...]] = {}
@@ -103,11 +114,11 @@ class CostModel:
 
     def sent_bytes(self, cut: int, *, microbatch_size: float | None = None) -> int:
         """Bytes of the values that cross the cut before layer ``cut``, for one micro-batch; 0 at both ends."""
-        return self.at_size(self._sent[cut], microbatch_size)
+        return self._bytes_by_cut(microbatch_size)[0][cut]
 
     def gradient_bytes(self, cut: int, *, microbatch_size: float | None = None) -> int:
         """Bytes of the gradients that come back across the cut before layer ``cut``; 0 at both ends."""
-        return self.at_size(self._gradients[cut], microbatch_size)
+        return self._bytes_by_cut(microbatch_size)[1][cut]
 
     def tied_bytes(self, partition: Partition) -> dict[tuple[int, ...], int]:
         """Bytes of the gradients that stages sum because they share parameters, by the stages that do."""
@@ -118,41 +129,59 @@ class CostModel:
                 found[stages] = found.get(stages, 0) + num_bytes
         return dict(sorted(found.items()))
 
-    def at_size(self, num_bytes: int, microbatch_size: float | None) -> int:
-        """Bytes of a micro-batch of some size, from those of one of the profiled size."""
-        if microbatch_size is None:
-            return num_bytes
-        return round(num_bytes * microbatch_size / self.microbatch_size)
+    def layer_bytes(self, microbatch_size: float | None = None) -> tuple[LayerBytes, ...]:
+        """What each layer keeps and hands on for a micro-batch of some size; empty where nothing was measured."""
+        size = self.microbatch_size if microbatch_size is None else microbatch_size
+        if size not in self._bytes:
+            self._bytes[size] = tuple(_bytes_at(size, self._known_bytes, index) for index in range(len(self.measured)))
+        return self._bytes[size]
 
     def _layer_times(self, work: Work, model: str, size: float) -> Sequence[float]:
         tables = self._tables[model]
-        sizes = [table.microbatch_size for table in tables]
-        above = bisect_left(sizes, size)
         if work is Work.OPTIMIZER:  # once a step, whatever the micro-batch
-            return _seconds(work, tables[-1])
-        if above < len(sizes) and sizes[above] == size:
-            return _seconds(work, tables[above])
-        if not 0 < above < len(sizes):
+            return tables[-1].optimizer_s or (0.0,) * self.num_layers
+        sizes = [table.microbatch_size for table in tables]
+        if not sizes[0] <= size <= sizes[-1]:
             known = f"{sizes[0]:g}" if len(sizes) == 1 else f"{sizes[0]:g} to {sizes[-1]:g}"
             raise PlanError(
                 f"no times are known for micro-batches of {size:g} samples on {model or 'this device'}: measured are "
                 f"{known}; profile that size, or choose num_microbatches so that micro-batches are as large as measured"
             )
-        low, high = tables[above - 1], tables[above]
-        share = (size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
-        pairs = zip(_seconds(work, low), _seconds(work, high), strict=True)
-        return [(1 - share) * smaller + share * larger for smaller, larger in pairs]
+        if work in (Work.FORWARD, Work.RECOMPUTE):
+            return self._fitted(Work.FORWARD, model, size)
+        whole = self._fitted(Work.BACKWARD, model, size)
+        if work is Work.BACKWARD:
+            return whole
+        weight = [share * seconds for share, seconds in zip(_weight_shares(tables, size), whole, strict=True)]
+        if work is Work.WEIGHT_GRADIENT:
+            return weight
+        return [seconds - part for seconds, part in zip(whole, weight, strict=True)]
 
-    def _bytes_by_cut(self, measured: Sequence[LayerMeasurement]) -> tuple[list[int], list[int]]:
+    def _fitted(self, work: Work, model: str, size: float) -> list[float]:
+        if (model, work) not in self._fits:
+            tables = self._tables[model]
+            sizes = [table.microbatch_size for table in tables]
+            columns = zip(*(t.forward_s if work is Work.FORWARD else t.backward_s for t in tables), strict=True)
+            self._fits[model, work] = [SizeFit(sizes, seconds) for seconds in columns]
+        return [fit.at(size) for fit in self._fits[model, work]]
+
+    def _bytes_by_cut(self, microbatch_size: float | None) -> tuple[list[int], list[int]]:
+        size = self.microbatch_size if microbatch_size is None else microbatch_size
+        if size in self._cuts:
+            return self._cuts[size]
         sent, gradients = [0] * (self.num_layers + 1), [0] * (self.num_layers + 1)
         if self.profile.values:
+            growth = size / self.microbatch_size
             for value in self.profile.values:
+                forward = _grown(value.forward_bytes, value.fixed_forward_bytes, growth)
+                gradient = _grown(value.gradient_bytes, value.fixed_gradient_bytes, growth)
                 for cut in range(value.producer + 1, value.last_reader + 1):
-                    sent[cut] += value.forward_bytes
-                    gradients[cut] += value.gradient_bytes
-        elif self.is_measured:
-            for cut, layer in enumerate(measured[:-1], start=1):
+                    sent[cut] += forward
+                    gradients[cut] += gradient
+        else:
+            for cut, layer in enumerate(self.layer_bytes(size)[:-1], start=1):
                 sent[cut], gradients[cut] = layer.sent_bytes, layer.gradient_bytes
+        self._cuts[size] = sent, gradients
         return sent, gradients
 
 
@@ -178,28 +207,58 @@ def _own_times(profile: ModelProfile, measured: Sequence[LayerMeasurement]) -> D
     if measured:
         forward = [layer.forward_s for layer in measured]
         backward = [layer.backward_s for layer in measured]
+        weight = tuple(layer.backward_weight_s for layer in measured)
     else:
         forward = [layer.forward_flops for layer in profile.layers]
         if not any(forward):
             forward = [1.0] * profile.num_layers
         backward = [_BACKWARD_FLOPS * flops for flops in forward]
+        weight = ()
     return DeviceTimes(
         device_model="the profiled device",
         microbatch_size=profile.microbatch_size or 1.0,
         forward_s=tuple(forward),
         backward_s=tuple(backward),
+        backward_weight_s=weight,
     )
 
 
-def _seconds(work: Work, table: DeviceTimes) -> Sequence[float]:
-    """Seconds of each layer; where the backward was not measured in two parts, all of it is the input's gradient."""
-    if work in (Work.FORWARD, Work.RECOMPUTE):
-        return table.forward_s
-    if work is Work.BACKWARD:
-        return table.backward_s
-    if work is Work.OPTIMIZER:
-        return table.optimizer_s or (0.0,) * len(table.forward_s)
-    weight = table.backward_weight_s or (0.0,) * len(table.forward_s)
-    if work is Work.WEIGHT_GRADIENT:
-        return weight
-    return [whole - part for whole, part in zip(table.backward_s, weight, strict=True)]
+def _weight_shares(tables: Sequence[DeviceTimes], size: float) -> list[float]:
+    """Of each layer's backward the part for weights: on a line between sizes; 0 where it was not measured apart."""
+    above = bisect_left([table.microbatch_size for table in tables], size)
+    high = tables[above]
+    if high.microbatch_size == size:
+        return _shares_of(high)
+    low = tables[above - 1]
+    part = (size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
+    return [(1 - part) * a + part * b for a, b in zip(_shares_of(low), _shares_of(high), strict=True)]
+
+
+def _shares_of(table: DeviceTimes) -> list[float]:
+    weight = table.backward_weight_s or (0.0,) * len(table.backward_s)
+    return [part / whole if whole else 0.0 for part, whole in zip(weight, table.backward_s, strict=True)]
+
+
+def _bytes_at(size: float, known: Sequence[tuple[float, Sequence[LayerBytes]]], index: int) -> LayerBytes:
+    """A layer's bytes at a size: on the line through its neighbours, or through the two nearest where it has one."""
+    if len(known) == 1:
+        known_size, layers = known[0]
+        return _on_line(0.0, None, known_size, layers[index], size)
+    above = min(max(bisect_left([known_size for known_size, _ in known], size), 1), len(known) - 1)
+    (low_size, low), (high_size, high) = known[above - 1 : above + 1]
+    return _on_line(low_size, low[index], high_size, high[index], size)
+
+
+def _on_line(low_size: float, low: LayerBytes | None, high_size: float, high: LayerBytes, size: float) -> LayerBytes:
+    part = (size - low_size) / (high_size - low_size)
+
+    def at(name: str) -> int:
+        first: int = 0 if low is None else getattr(low, name)
+        last: int = getattr(high, name)
+        return max(0, round(first + part * (last - first)))
+
+    return LayerBytes(**{field.name: at(field.name) for field in fields(LayerBytes)})
+
+
+def _grown(num_bytes: int, fixed_bytes: int, growth: float) -> int:
+    return fixed_bytes + round((num_bytes - fixed_bytes) * growth)

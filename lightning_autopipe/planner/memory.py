@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_autopipe.core.profile import LayerMeasurement, LayerProfile
+from lightning_autopipe.core.profile import LayerBytes, LayerProfile
 from lightning_autopipe.planner.cost import CostModel
 
 _MESSAGES_AHEAD = 2
@@ -58,12 +58,13 @@ def stage_memory(
         owned: indices of the stage's.
         num_microbatches: of a step.
         microbatch_size: samples; None: as profiled.
-        optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters.
+        optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters, where not measured.
     """
     own = cost.profile.layers[owned.start : owned.stop]
     parameter_bytes, trainable_bytes = _parameter_bytes(own)
-    measured = cost.measured[owned.start : owned.stop]
-    before = cost.measured[owned.start - 1] if measured and owned.start else None
+    every = cost.layer_bytes(microbatch_size)
+    measured = every[owned.start : owned.stop]
+    before = every[owned.start - 1] if measured and owned.start else None
     stash_bytes = working_bytes = buffer_bytes = 0
     if measured:
         received_bytes = before.sent_bytes if before else 0
@@ -81,14 +82,14 @@ def stage_memory(
     return StageMemory(
         parameter_bytes=parameter_bytes,
         gradient_bytes=trainable_bytes,
-        optimizer_bytes=round(optimizer_state_ratio * trainable_bytes),
-        stash_bytes=cost.at_size(stash_bytes, microbatch_size),
-        working_bytes=cost.at_size(working_bytes, microbatch_size),
-        buffer_bytes=cost.at_size(buffer_bytes, microbatch_size),
+        optimizer_bytes=_optimizer_bytes(own, trainable_bytes, optimizer_state_ratio),
+        stash_bytes=stash_bytes,
+        working_bytes=working_bytes,
+        buffer_bytes=buffer_bytes,
     )
 
 
-def _kept_bytes(measured: Sequence[LayerMeasurement]) -> list[int]:
+def _kept_bytes(measured: Sequence[LayerBytes]) -> list[int]:
     """What each layer of a stage adds to the stage's activations.
 
     What the first one received is counted apart; what two neighbours keep is counted once.
@@ -111,3 +112,10 @@ def _parameter_bytes(layers: Sequence[LayerProfile]) -> tuple[int, int]:
         sum(layer.param_bytes for layer in layers) + sum(copy.num_bytes for copy in copies),
         sum(layer.trainable_bytes for layer in layers) + sum(copy.num_bytes for copy in copies if copy.is_trainable),
     )
+
+
+def _optimizer_bytes(layers: Sequence[LayerProfile], trainable_bytes: int, ratio: float) -> int:
+    """What the optimizer remembers: as measured, and by the ratio for all other trainable bytes (copies of ties)."""
+    measured = [layer for layer in layers if layer.optimizer_bytes is not None]
+    others = trainable_bytes - sum(layer.trainable_bytes for layer in measured)
+    return sum(layer.optimizer_bytes or 0 for layer in measured) + round(ratio * others)

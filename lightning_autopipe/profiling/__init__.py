@@ -1,17 +1,21 @@
-"""Times and bytes of each layer, measured on the device at the micro-batch size in use."""
+"""Times and bytes of each layer, measured on the device at the micro-batch sizes that may be used."""
 
 from __future__ import annotations
 
 from lightning_autopipe.profiling.alignment import align_layers
+from lightning_autopipe.profiling.findings import LayerFindings, ProfilingError, join_findings
 from lightning_autopipe.profiling.optimizer_state import optimizer_state_ratio
-from lightning_autopipe.profiling.profiler import DEFAULT_BUDGET_S, ProfilingError, measure_layers
+from lightning_autopipe.profiling.profiler import DEFAULT_BUDGET_S, measure_layers, measure_share
 from lightning_autopipe.profiling.unchanged import on_device
 
 __all__ = [
     "DEFAULT_BUDGET_S",
+    "LayerFindings",
     "ProfilingError",
     "align_layers",
+    "join_findings",
     "measure_layers",
+    "measure_share",
     "on_device",
     "optimizer_state_ratio",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.records import Layer, StepTrace
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 
 
 def layer_signature(trace: StepTrace, table: CutTable, module: nn.Module, layer: Layer) -> Hashable:
@@ -54,7 +54,7 @@ def _tensor(state: Mapping[str, Tensor], name: str) -> Hashable:
 
 def _constant(constant: Any) -> Hashable:
     name = f"{type(constant).__module__}.{type(constant).__qualname__}"
-    return (name, constant) if isinstance(constant, _PLAIN) else name
+    return (name, constant) if isinstance(constant, PLAIN) else name
 
 
 def _module_type(module: nn.Module, path: str) -> type | None:

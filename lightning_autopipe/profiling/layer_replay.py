@@ -61,14 +61,21 @@ class LayerRunner:
         """Give a copy of the micro-batch, which the step may write."""
         return tree.map_tensors(_copy, (self._args, self._kwargs))
 
-    def backward(self, output: LayerOutput, gradients: Sequence[Tensor | None], stopwatch: Stopwatch) -> None:
-        """Back-propagate from the roots of an output."""
+    def backward(
+        self,
+        output: LayerOutput,
+        gradients: Sequence[Tensor | None],
+        stopwatch: Stopwatch,
+        *,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Back-propagate from the roots of an output; only to `inputs`, which were received, where they are given."""
         roots = output.roots()
         if not roots:
             return
         with _without_autocast():
             stopwatch.start()
-            torch.autograd.backward(roots, list(gradients))
+            torch.autograd.backward(roots, list(gradients), inputs=inputs)
             stopwatch.stop()
 
 

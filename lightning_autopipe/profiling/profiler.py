@@ -5,16 +5,25 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.records import StepTrace
-from lightning_autopipe.core.errors import CaptureError
 from lightning_autopipe.core.profile import LayerMeasurement
+from lightning_autopipe.profiling.findings import (
+    LayerFindings,
+    OptimizerCost,
+    ProfilingError,
+    crossing_values,
+    join_findings,
+)
 from lightning_autopipe.profiling.groups import share_out
+from lightning_autopipe.profiling.optimizer_cost import optimizer_costs
 from lightning_autopipe.profiling.stopwatch import Stopwatch
 from lightning_autopipe.profiling.survey import LayerGroup, survey_layers
 from lightning_autopipe.profiling.unchanged import unchanged
@@ -25,16 +34,6 @@ DEFAULT_BUDGET_S = 2.0
 _WARM_UP_ROUNDS = 2
 _MIN_ROUNDS = 3
 _MAX_ROUNDS = 15
-
-Findings = dict[int, LayerMeasurement]
-"""What one process measured, by the number of the group of equal layers."""
-
-Exchange = Callable[["Findings | str"], Sequence["Findings | str"]]
-"""Tells all processes what this one has found, or why it failed; gives what all of them tell. Collective."""
-
-
-class ProfilingError(CaptureError):
-    """The layers of a step cannot be measured."""
 
 
 def measure_layers(
@@ -47,15 +46,40 @@ def measure_layers(
     *,
     device: torch.device,
     budget_s: float = DEFAULT_BUDGET_S,
+) -> tuple[LayerMeasurement, ...]:
+    """Measure every layer of a step in this process alone; see `measure_share`.
+
+    Raises:
+        ProfilingError: a layer cannot be run by itself.
+    """
+    try:
+        findings = measure_share(trace, table, module, step, args, kwargs, device=device, budget_s=budget_s)
+    except Exception as error:
+        raise ProfilingError(f"the layers of the step cannot be measured one by one: {error!r}") from error
+    return join_findings([findings]).measurements()
+
+
+def measure_share(
+    trace: StepTrace,
+    table: CutTable,
+    module: nn.Module,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device,
+    budget_s: float = DEFAULT_BUDGET_S,
+    optimizers: Sequence[Optimizer] = (),
     member_index: int = 0,
     num_members: int = 1,
-    exchange: Exchange | None = None,
-) -> tuple[LayerMeasurement, ...]:
-    """Measure seconds and bytes of every layer of a traced step, for the micro-batch that it was traced on.
+) -> LayerFindings:
+    """Measure this process's share of the layers of a traced step, for the micro-batch that it was traced on.
 
     A layer runs by itself on random tensors of the shapes that cross into it, again and again in turns with the others,
     so that caches are as cold as in a real step. Equal layers are measured once. Times are medians after a warm-up.
-    Module, gradients, flags and random state are as before, and nothing is logged. Runs under the caller's grad mode.
+    Where a layer has gradients both of what came in and of parameters, its backward is also run as far as the first
+    alone; the rest is the parameters' part. Module, gradients, flags and random state are as before, and nothing is
+    logged. Runs under the caller's grad mode.
 
     Args:
         trace: of one micro-batch, with its layers.
@@ -66,73 +90,119 @@ def measure_layers(
         kwargs: keyword arguments alike.
         device: where to run.
         budget_s: how long to measure, roughly.
+        optimizers: those of the module, whose steps are measured on copies of each layer's parameters.
         member_index: this process's number among those that share the work.
         num_members: how many those are; all trace the same step.
-        exchange: shares what was found; not needed for one process.
 
     Raises:
-        ProfilingError: a layer cannot be run by itself; on every process alike.
+        Exception: whatever a layer that cannot be run by itself raises.
     """
-    findings: Findings | str
-    num_groups, groups = 0, []
-    try:
-        with unchanged(module, trace.written_parameters):
-            groups = survey_layers(trace, table, module, step, args, kwargs, device=device)
-            num_groups = len(groups)
-            shares = share_out(dict(enumerate(group.forward_flops for group in groups)), num_members)
-            mine = {number: groups[number] for number in shares[member_index]}
-            seconds = _measure(mine, device, budget_s)
-            findings = {number: _measurement(mine[number], *seconds[number]) for number in mine}
-    except Exception as error:  # the others wait in the exchange, and must be told
-        findings = f"{type(error).__name__}: {error}"
-    told = [findings] if exchange is None else exchange(findings)
-    merged: Findings = {}
-    for of_member in told:
-        if isinstance(of_member, str):
-            raise ProfilingError(f"the layers of the step cannot be measured one by one: {of_member}")
-        merged.update(of_member)
-    if set(merged) != set(range(num_groups)):
-        raise ProfilingError("the processes traced unlike steps, so that they cannot share the measuring of its layers")
-    of_layer = {index: merged[number] for number, group in enumerate(groups) for index in group.layers}
-    return tuple(of_layer[index] for index in range(len(trace.layers)))
+    begin = time.perf_counter()
+    with unchanged(module, trace.written_parameters):
+        groups = survey_layers(trace, table, module, step, args, kwargs, device=device)
+        shares = share_out(dict(enumerate(group.forward_flops for group in groups)), num_members)
+        mine = [groups[number] for number in shares[member_index]]
+        survey_s = time.perf_counter() - begin
+        times = [_GroupTimes(group, device) for group in mine]
+        _measure(times, budget_s)
+    by_layer = {index: taken.measurement() for taken in times for index in taken.group.layers}
+    sent = {index: group.sent for group in groups for index in group.layers}
+    return LayerFindings(
+        num_layers=len(trace.layers),
+        layers=by_layer,
+        values=crossing_values(table, trace.layers, [sent[index] for index in range(len(trace.layers))]),
+        optimizer=_optimizer_costs(trace, module, by_layer, optimizers, device),
+        least_s=survey_s + (_WARM_UP_ROUNDS + _MIN_ROUNDS) * sum(taken.round_s for taken in times),
+    )
 
 
-def _measure(groups: Mapping[int, LayerGroup], device: torch.device, budget_s: float) -> dict[int, tuple[float, float]]:
-    """Median seconds of forward and backward of each group."""
-    times: dict[int, list[tuple[float, float]]] = {number: [] for number in groups}
+@dataclass(slots=True)
+class _GroupTimes:
+    """Runs of one of a group of equal layers."""
+
+    group: LayerGroup
+    device: torch.device
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    input_s: list[float] = field(default_factory=list)
+    round_s: float = 0.0
+
+    def run(self) -> None:
+        """One forward with its whole backward, and one with as much as the layer before waits for."""
+        begin = time.perf_counter()
+        self._run(self.backward_s)
+        if self.group.has_split_backward:
+            try:
+                self._run(self.input_s, only_inputs=True)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # re-entrant checkpoints allow whole backwards only
+                self.group.has_split_backward = False
+        self.round_s = time.perf_counter() - begin
+
+    def forget(self) -> None:
+        """Drop what was measured so far: it was to warm up."""
+        for seconds in (self.forward_s, self.backward_s, self.input_s):
+            seconds.clear()
+
+    def measurement(self) -> LayerMeasurement:
+        """Medians, and bytes."""
+        group = self.group
+        backward_s = statistics.median(self.backward_s)
+        weight_s = 0.0
+        if group.has_weight_gradients and not group.hands_gradients_back:
+            weight_s = backward_s
+        elif group.has_split_backward:
+            weight_s = max(0.0, backward_s - statistics.median(self.input_s))
+        return LayerMeasurement(
+            forward_s=statistics.median(self.forward_s),
+            backward_s=backward_s,
+            backward_weight_s=weight_s,
+            activation_bytes=group.activation_bytes,
+            received_kept_bytes=group.received_kept_bytes,
+            sent_kept_bytes=group.sent_kept_bytes,
+            peak_bytes=group.peak_bytes,
+            sent_bytes=sum(spec.num_bytes for spec in group.sent),
+            gradient_bytes=sum(spec.num_bytes for spec in group.sent if spec.requires_grad),
+        )
+
+    def _run(self, backward_s: list[float], *, only_inputs: bool = False) -> None:
+        group = self.group
+        received = group.sample_received(self.device)
+        gradients = group.sample_gradients(self.device)
+        forward, backward = Stopwatch(self.device), Stopwatch(self.device)
+        output = group.runner.forward(group.runner.fresh_batch(), received, forward)
+        inputs = [tensor for tensor in received if tensor.requires_grad] if only_inputs else None
+        group.runner.backward(output, gradients, backward, inputs=inputs)
+        self.forward_s.append(forward.elapsed_s())
+        backward_s.append(backward.elapsed_s() if group.root_specs else 0.0)
+
+
+def _measure(times: Sequence[_GroupTimes], budget_s: float) -> None:
     deadline = time.perf_counter() + budget_s
     for round_index in range(_WARM_UP_ROUNDS + _MAX_ROUNDS):
         if round_index >= _WARM_UP_ROUNDS + _MIN_ROUNDS and time.perf_counter() > deadline:
             break
-        for number, group in groups.items():
-            taken = _run(group, device)
-            if round_index >= _WARM_UP_ROUNDS:
-                times[number].append(taken)
-    for group in groups.values():
-        group.clear_gradients()
-    return {
-        number: (statistics.median(f for f, _ in taken), statistics.median(b for _, b in taken))
-        for number, taken in times.items()
-    }
+        for taken in times:
+            if round_index == _WARM_UP_ROUNDS:
+                taken.forget()
+            taken.run()
+    for taken in times:
+        taken.group.clear_gradients()
 
 
-def _run(group: LayerGroup, device: torch.device) -> tuple[float, float]:
-    received = group.sample_received(device)
-    gradients = group.sample_gradients(device)
-    forward, backward = Stopwatch(device), Stopwatch(device)
-    output = group.runner.forward(group.runner.fresh_batch(), received, forward)
-    group.runner.backward(output, gradients, backward)
-    return forward.elapsed_s(), backward.elapsed_s() if group.root_specs else 0.0
-
-
-def _measurement(group: LayerGroup, forward_s: float, backward_s: float) -> LayerMeasurement:
-    return LayerMeasurement(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        activation_bytes=group.activation_bytes,
-        received_kept_bytes=group.received_kept_bytes,
-        sent_kept_bytes=group.sent_kept_bytes,
-        peak_bytes=group.peak_bytes,
-        sent_bytes=sum(spec.num_bytes for spec in group.sent),
-        gradient_bytes=sum(spec.num_bytes for spec in group.sent if spec.requires_grad),
-    )
+def _optimizer_costs(
+    trace: StepTrace,
+    module: nn.Module,
+    layer_indices: Mapping[int, Any],
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+) -> dict[int, OptimizerCost] | None:
+    """By layer; a parameter that several use counts in the first of them."""
+    parameters = dict(module.named_parameters())
+    counted: set[str] = set()
+    own: dict[int, list[nn.Parameter]] = {}
+    for index, layer in enumerate(trace.layers):
+        own[index] = [parameters[name] for name in layer.parameters if name not in counted]
+        counted.update(layer.parameters)
+    return optimizer_costs(optimizers, {index: own[index] for index in layer_indices}, device=device)

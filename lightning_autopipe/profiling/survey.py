@@ -35,6 +35,8 @@ class LayerGroup:
     received_kept_bytes: int = 0
     sent_kept_bytes: int = 0
     peak_bytes: int = 0
+    has_split_backward: bool = False
+    """Whether its backward has parts for what came in and for parameters, which can be run apart."""
 
     def sample_received(self, device: torch.device) -> tuple[Tensor, ...]:
         """Give stand-ins for what crosses the layer's start."""
@@ -43,6 +45,16 @@ class LayerGroup:
     def sample_gradients(self, device: torch.device) -> list[Tensor | None]:
         """Give what a backward begins with: gradients for what crosses the end, None for the loss."""
         return [None if spec is None else spec.sample_gradient(device) for spec in self.root_specs]
+
+    @property
+    def hands_gradients_back(self) -> bool:
+        """Whether its backward has a part for what came in."""
+        return any(spec.requires_grad for spec in self.received)
+
+    @property
+    def has_weight_gradients(self) -> bool:
+        """Whether its backward has a part for parameters."""
+        return any(parameter.requires_grad for parameter in self.parameters)
 
     def clear_gradients(self) -> None:
         """Drop the gradients of the layer's parameters."""
@@ -114,6 +126,7 @@ def _run_once(group: LayerGroup, layer: Layer, module: nn.Module, device: torch.
         group.runner.backward(output, group.sample_gradients(device), stopwatch)
         del output
     group.peak_bytes = live.peak_bytes
+    group.has_split_backward = bool(group.root_specs) and group.hands_gradients_back and group.has_weight_gradients
     group.clear_gradients()
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_autopipe.capture.records import CutKey
 from lightning_autopipe.core import LayerMeasurement
-from lightning_autopipe.profiling import align_layers, measure_layers
+from lightning_autopipe.profiling import LayerFindings, align_layers, measure_layers, measure_share
 from tests.capture.support import Traced, traced
+from tests.profiling.models import features
 
 CPU = torch.device("cpu")
 
@@ -20,13 +21,26 @@ def profiled(
     module: nn.Module, batch: Any, *, cuts: Sequence[str] = (), **options: Any
 ) -> tuple[Traced, tuple[LayerMeasurement, ...]]:
     """Measure the layers of a step: those between the calls of the modules named in `cuts`, or those of the trace."""
+    found = cut(module, batch, cuts)
+    step = module.training_step
+    options = {"device": CPU, "budget_s": 0.0, **options}
+    return found, measure_layers(found.trace, found.table, module, step, (batch, 0), {}, **options)
+
+
+def share(module: nn.Module, *, batch: Any = None, cuts: Sequence[str] = (), **options: Any) -> LayerFindings:
+    """Measure a member's share of the layers, alike."""
+    batch = features() if batch is None else batch
+    found = cut(module, batch, cuts)
+    options = {"device": CPU, "budget_s": 0.0, **options}
+    return measure_share(found.trace, found.table, module, module.training_step, (batch, 0), {}, **options)
+
+
+def cut(module: nn.Module, batch: Any, cuts: Sequence[str]) -> Traced:
     found = traced(module, (batch, 0))
     if cuts:
         keys = [CutKey("<step>", 0, 0), *(CutKey(path, 0, 0) for path in cuts)]
         found.trace.layers = align_layers(found.trace, found.table, keys)
-    step = module.training_step
-    options = {"device": CPU, "budget_s": 0.0, **options}
-    return found, measure_layers(found.trace, found.table, module, step, (batch, 0), {}, **options)
+    return found
 
 
 def by_name(found: Traced, measured: tuple[LayerMeasurement, ...]) -> dict[str, LayerMeasurement]:
