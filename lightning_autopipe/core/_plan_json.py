@@ -10,11 +10,14 @@ from lightning_autopipe.core.cluster import Device
 from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.prediction import RunnerUp, StagePrediction, StepPrediction
-from lightning_autopipe.core.profile_parts import LayerMeasurement, LayerProfile, TiedParameter
+from lightning_autopipe.core.profile_parts import DeviceTimes, LayerMeasurement, LayerProfile, TiedParameter
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 
 if TYPE_CHECKING:
     from lightning_autopipe.core.plan import PipelinePlan
+
+TIMES = ("forward_s", "backward_s", "backward_weight_s", "optimizer_s")
+"""Fields of `DeviceTimes` with a value for each layer."""
 
 
 def plan_to_json(plan: PipelinePlan) -> str:
@@ -47,6 +50,7 @@ def plan_fields_from_json(text: str, kind: type[PipelinePlan], *, schema_version
             _read_runner_up(f"runners_up[{index}]", value)
             for index, value in enumerate(_json.read_list("runners_up", document["runners_up"]))
         ),
+        "times": _json.read_each("times", DeviceTimes, document["times"], tuples=TIMES),
         "devices": _json.read_each("devices", Device, document["devices"]),
         "layers": read_layers("layers", document["layers"]),
     }

@@ -16,7 +16,7 @@ from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.prediction import RunnerUp, StagePrediction, StepPrediction
-from lightning_autopipe.core.profile import LayerProfile
+from lightning_autopipe.core.profile import DeviceTimes, LayerProfile, ModelProfile
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 
 SCHEMA_VERSION = 3
@@ -52,6 +52,10 @@ class PipelinePlan:
     """Predicted step; None where layers were not measured."""
     runners_up: tuple[RunnerUp, ...] = ()
     """What was not chosen, the best one first."""
+    microbatch_size: float | None = None
+    """Samples in a micro-batch, as planned; None where that was not known."""
+    times: tuple[DeviceTimes, ...] = ()
+    """Seconds of the layers by device model and size, where those of the layers do not tell all; else empty."""
     devices: tuple[Device, ...] = ()
     """What the plan is for, by rank; empty: any devices."""
 
@@ -71,6 +75,7 @@ class PipelinePlan:
             ("replica_microbatches", int),
             ("stage_predictions", StagePrediction),
             ("runners_up", RunnerUp),
+            ("times", DeviceTimes),
             ("devices", Device),
         ):
             check_tuple(owner, name, getattr(self, name), of, error=PlanError)
@@ -92,6 +97,14 @@ class PipelinePlan:
                 raise PlanError(f"{owner}: {name} has {len(values)} values for {self.num_stages} stages")
         if self.step_prediction is not None and not isinstance(self.step_prediction, StepPrediction):
             raise PlanError(f"{owner}: step_prediction must be a StepPrediction, got {self.step_prediction!r}")
+        if self.microbatch_size is not None:
+            check_number(owner, "microbatch_size", self.microbatch_size, error=PlanError, exclusive=True)
+        for table in self.times:
+            if len(table.forward_s) != len(self.layers):
+                raise PlanError(
+                    f"{owner}: times of {table.device_model!r} are of {len(table.forward_s)} layers, not of "
+                    f"{len(self.layers)}"
+                )
         self._check_ranks(owner)
 
     def _check_ranks(self, owner: str) -> None:
@@ -135,6 +148,11 @@ class PipelinePlan:
             PlanError: stages have unlike numbers of replicas, or some ranks run nothing.
         """
         return self.mapping.layout()
+
+    @property
+    def profile(self) -> ModelProfile:
+        """What the layers cost, as far as it was planned with."""
+        return ModelProfile(layers=self.layers, times=self.times, microbatch_size=self.microbatch_size)
 
     def stage_layers(self, stage_index: int) -> tuple[LayerProfile, ...]:
         """The layers that a stage owns."""

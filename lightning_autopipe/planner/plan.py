@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
+from lightning_autopipe.core.cluster import ClusterTopology, Device
 from lightning_autopipe.core.errors import ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
-from lightning_autopipe.core.profile import ModelProfile
+from lightning_autopipe.core.prediction import StepPrediction
+from lightning_autopipe.core.profile import DeviceTimes, LayerMeasurement, LayerProfile, ModelProfile
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
+from lightning_autopipe.planner.candidate import Candidate
 from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.min_max import min_max_partition
 from lightning_autopipe.planner.objective import PipelineSetting
 from lightning_autopipe.planner.partitioner import choose_partition
 from lightning_autopipe.planner.prediction import predict_stages
+from lightning_autopipe.planner.search import SearchResult
+from lightning_autopipe.planner.search_space import SearchSpace
+from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
 from lightning_autopipe.schedules.gpipe import NAME as GPIPE
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
 DEFAULT_SCHEDULE = "1f1b"
 """What ``schedule="auto"`` means: as fast as GPipe, with at most num_stages micro-batches alive on a stage."""
+
+_MAX_RUNNERS_UP = 8
+_KEPT = ("activation_bytes", "received_kept_bytes", "sent_kept_bytes", "peak_bytes")
 
 PARTITION_RULES = ("auto", "uniform", "parameters")
 """What ``partition`` can name: the shortest simulated step, equally many layers, or parameters as even as possible."""
@@ -77,15 +88,115 @@ def make_plan(
         mapping=DeviceMapping.of_layout(layout),
         schedule=schedule,
         num_microbatches=num_microbatches,
+        microbatch_size=profile.microbatch_size,
         stage_work_shares=_work_shares(cost, chosen),
         stage_predictions=predict_stages(
-            profile.layers,
+            cost,
             chosen,
             schedule=schedule,
             num_microbatches=num_microbatches,
             optimizer_state_ratio=optimizer_state_ratio,
         ),
     )
+
+
+def plan_of(
+    result: SearchResult, space: SearchSpace, *, module_fingerprint: str, devices: Sequence[Device] = ()
+) -> PipelinePlan:
+    """The plan of the best candidate that a search has found.
+
+    Args:
+        result: of the search.
+        space: what was searched.
+        module_fingerprint: identifies the module that the profile is of.
+        devices: what the plan is for, by rank; empty: any devices.
+    """
+    best, cost = result.best, space.cost
+    size, partition = best.microbatch_size, best.partition
+    of_replica_0 = [space.topology.devices[ranks[0]] for ranks in best.mapping.stage_ranks]
+    timeline = simulate(best.work)
+    return PipelinePlan(
+        module_fingerprint=module_fingerprint,
+        layers=_layers_at(cost, size),
+        times=_times_at(cost, best, space.topology),
+        partition=partition,
+        mapping=best.mapping,
+        schedule=best.schedule,
+        num_microbatches=best.num_microbatches,
+        replica_microbatches=best.replica_microbatches,
+        microbatch_size=size,
+        stage_work_shares=_work_shares(cost, partition, microbatch_size=size),
+        stage_predictions=predict_stages(
+            cost,
+            partition,
+            schedule=best.schedule,
+            num_microbatches=best.num_microbatches,
+            optimizer_state_ratio=space.optimizer_state_ratio,
+            microbatch_size=size,
+            devices=of_replica_0,
+        )
+        if best.mapping.num_replicas is not None
+        else (),
+        step_prediction=StepPrediction(
+            step_s=timeline.step_s,
+            num_samples=best.num_samples,
+            bubble_fraction=timeline.bubble_fraction,
+            plain_step_s=best.plain_step_s,
+            rank_0_costs=max(0.0, best.rank_0_costs),
+        ),
+        runners_up=tuple(candidate.as_runner_up() for candidate in result.runners_up[:_MAX_RUNNERS_UP]),
+        devices=tuple(devices),
+    )
+
+
+def _layers_at(cost: CostModel, size: float) -> tuple[LayerProfile, ...]:
+    """The layers with what they take for a micro-batch of some size."""
+    forward_s, backward_s, weight_s = (
+        _seconds_by_layer(cost, work, size) for work in (Work.FORWARD, Work.BACKWARD, Work.WEIGHT_GRADIENT)
+    )
+    sized = cost.layer_bytes(size)
+    layers = []
+    for index, layer in enumerate(cost.profile.layers):
+        kept = {"activation_bytes": 0, "peak_bytes": 0}
+        if sized:
+            kept = {name: getattr(sized[index], name) for name in _KEPT}
+        measured = LayerMeasurement(
+            **kept,
+            sent_bytes=cost.sent_bytes(index + 1, microbatch_size=size),
+            gradient_bytes=cost.gradient_bytes(index + 1, microbatch_size=size),
+            forward_s=forward_s[index],
+            backward_s=backward_s[index],
+            backward_weight_s=min(weight_s[index], backward_s[index]),
+        )
+        layers.append(replace(layer, measured=measured))
+    return tuple(layers)
+
+
+def _times_at(cost: CostModel, best: Candidate, topology: ClusterTopology) -> tuple[DeviceTimes, ...]:
+    """Seconds on the device models in use, the reference first, at the planned size; of halves, too, where it slices."""
+    known = dict.fromkeys(table.device_model for table in cost.profile.times)
+    used = {topology.devices[rank].model for ranks in best.mapping.stage_ranks for rank in ranks}
+    sizes = [best.microbatch_size, *([best.microbatch_size / 2] if best.schedule.is_sliced else [])]
+    return tuple(
+        DeviceTimes(
+            device_model=model,
+            microbatch_size=size,
+            dtype=cost.profile.times[0].dtype,
+            forward_s=_seconds_by_layer(cost, Work.FORWARD, size, model),
+            backward_s=_seconds_by_layer(cost, Work.BACKWARD, size, model),
+            backward_weight_s=_seconds_by_layer(cost, Work.WEIGHT_GRADIENT, size, model),
+            optimizer_s=_seconds_by_layer(cost, Work.OPTIMIZER, size, model),
+        )
+        for position, model in enumerate(known)
+        if model in used or position == 0
+        for size in sizes
+    )
+
+
+def _seconds_by_layer(cost: CostModel, work: Work, size: float, model: str | None = None) -> tuple[float, ...]:
+    device = None if model is None else Device(global_rank=0, server="any", model=model, memory_bytes=1)
+    prefix = cost.prefix_s(work, device=device, microbatch_size=size)
+    return tuple(max(0.0, after - before) for before, after in pairwise(prefix))
 
 
 def _partition_by_rule(
@@ -126,8 +237,13 @@ def _given_partition(partition: Partition | Sequence[int], *, num_layers: int, n
     return partition
 
 
-def _work_shares(cost: CostModel, partition: Partition) -> tuple[float, ...]:
-    stages = [partition.stage_layers(stage_index) for stage_index in range(partition.num_stages)]
-    work = [cost.work_s(Work.FORWARD, layers) + cost.work_s(Work.BACKWARD, layers) for layers in stages]
+def _work_shares(cost: CostModel, partition: Partition, *, microbatch_size: float | None = None) -> tuple[float, ...]:
+    work = [
+        sum(
+            cost.work_s(work, partition.stage_layers(stage_index), microbatch_size=microbatch_size)
+            for work in (Work.FORWARD, Work.BACKWARD)
+        )
+        for stage_index in range(partition.num_stages)
+    ]
     total = sum(work) or 1.0
     return tuple(seconds / total for seconds in work)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
-from lightning_autopipe.core.cluster import ClusterTopology, Device
+from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import DeviceTimes, ModelProfile
+from lightning_autopipe.planner.candidate import scheduled_work
 from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.links import LinkNetwork
-from lightning_autopipe.planner.objective import Objective, PipelineSetting
+from lightning_autopipe.planner.objective import PipelineSetting
+from lightning_autopipe.planner.search_space import alike_devices
+from lightning_autopipe.planner.unequal import unequal_step_work
 from lightning_autopipe.planner.workload import StepWork
-from lightning_autopipe.schedules.catalog import get_schedule
 
 
 def plan_step(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> StepWork:
@@ -24,45 +25,49 @@ def plan_step(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> 
 
     Args:
         plan: the plan.
-        cluster: its devices' speeds and links count, rank by rank as the plan's layout has them; None: devices like the
-            profiled one, and transfers that take no time.
+        cluster: its devices' speeds and links count, rank by rank as the plan maps them; None: the devices that the
+            plan is for, or like the profiled one, and transfers that take no time.
 
     Raises:
         ConfigurationError: the cluster has another number of devices, or no links between two that talk.
     """
-    layout = plan.layout
-    devices: tuple[tuple[Device, ...], ...] = ()
+    mapping = plan.mapping
+    devices = plan.devices
     if cluster is not None:
-        if cluster.world_size != layout.world_size:
+        num_ranks = len(plan.devices) or mapping.ranks[-1] + 1
+        if cluster.world_size != num_ranks:
+            counts = [len(ranks) for ranks in mapping.stage_ranks]
+            replicas = f"{mapping.num_replicas} replicas" if mapping.num_replicas else f"{counts} replicas"
             raise ConfigurationError(
-                f"the plan is for {layout.world_size} ranks ({layout.num_stages} stages x {layout.num_replicas} "
-                f"replicas), but the cluster has {cluster.world_size} devices; give one that fits, or none"
+                f"the plan is for {num_ranks} ranks ({plan.num_stages} stages x {replicas}), but the cluster has "
+                f"{cluster.world_size} devices; give one that fits, or none"
             )
-        devices = tuple(
-            tuple(cluster.devices[rank] for rank in layout.pipeline_ranks(replica_index))
-            for replica_index in range(layout.num_replicas)
-        )
+        devices = cluster.devices
+    network = None if cluster is None else LinkNetwork(cluster)
+    cost = _cost(plan)
+    if mapping.num_replicas is None:
+        return unequal_step_work(cost, plan.partition, mapping, network=network, num_microbatches=plan.num_microbatches)
+    grid = [mapping.pipeline_ranks(replica_index) for replica_index in range(mapping.num_replicas)]
+    if not devices:
+        devices = alike_devices(mapping.ranks[-1] + 1).topology.devices
     setting = PipelineSetting(
-        cost=_cost(plan),
+        cost=cost,
         num_stages=plan.num_stages,
-        num_microbatches=(plan.num_microbatches,) * layout.num_replicas,
-        devices=devices,
-        network=None if cluster is None else LinkNetwork(cluster),
+        num_microbatches=plan.replica_microbatches or (plan.num_microbatches,) * mapping.num_replicas,
+        devices=tuple(tuple(devices[rank] for rank in ranks) for ranks in grid),
+        network=network,
     )
-    # Depths play no part: the plan names its schedule.
-    step = Objective(setting).step_work(plan.partition.cut_points, (0,) * plan.num_stages)
-    schedule = get_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
-    return replace(step, schedules=(schedule,) * layout.num_replicas)
+    return scheduled_work(setting, plan.partition.cut_points, plan.schedule)
 
 
 def boundary_bytes(step: StepWork) -> tuple[tuple[float, float], ...]:
     """For each cut the bytes of a micro-batch's activations and of its gradients."""
-    units = [stage.units[0] for stage in step.stages[0]]
+    units = [step.stages[0][first].units[0] for first, *_ in step.lists_by_stage]
     return tuple((before.sent_bytes, after.gradient_bytes) for before, after in pairwise(units))
 
 
 def _cost(plan: PipelinePlan) -> CostModel:
-    cost = CostModel(ModelProfile(layers=plan.layers))
+    cost = CostModel(plan.profile)
     if cost.is_measured:
         return cost
     every = [range(index, index + 1) for index in range(cost.num_layers)]

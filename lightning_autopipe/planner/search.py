@@ -53,7 +53,7 @@ def search(space: SearchSpace) -> SearchResult:
     """The choice with the most predicted samples per second.
 
     Layouts with their numbers of micro-batches are gone through in the order of what they promise by a bound, as long
-    as one can be better than the best one found. Each is mapped and cut with little effort; the best few are searched
+    as one can be better than the best one found, and a few in any case, to be told. Each is mapped and cut with little effort; the best few are searched
     again with all of it, and with deeper warm-ups and slices. Of numbers of micro-batches that are about as good, the
     smallest one is taken.
 
@@ -90,7 +90,7 @@ class _Search:
         num_pruned = 0
         for position, entry in enumerate(entries):
             fastest = max((candidate.samples_per_s for candidate, _ in found), default=0.0)
-            if entry.promise <= fastest:
+            if entry.promise <= fastest and len(found) >= _NUM_FINALISTS:
                 num_pruned = len(entries) - position
                 break
             candidate = self._coarse(entry)

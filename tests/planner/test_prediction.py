@@ -11,9 +11,10 @@ from lightning_autopipe.core import (
     Partition,
     PipelinePlan,
     PlanError,
+    ScheduleSpec,
     TiedParameter,
 )
-from lightning_autopipe.planner import make_plan, predict_stages
+from lightning_autopipe.planner import CostModel, make_plan, predict_stages
 
 
 def measured(forward_s: float = 1.0, backward_s: float = 2.0, **changes: Any) -> LayerMeasurement:
@@ -23,6 +24,10 @@ def measured(forward_s: float = 1.0, backward_s: float = 2.0, **changes: Any) ->
 
 def a_layer(name: str, one: LayerMeasurement | None = None, **changes: Any) -> LayerProfile:
     return LayerProfile(name=name, forward_flops=1.0, measured=one, **changes)
+
+
+def a_cost(layers: list[LayerProfile]) -> CostModel:
+    return CostModel(ModelProfile(layers=tuple(layers)))
 
 
 def test_a_plan_is_balanced_by_them_and_says_so() -> None:
@@ -39,8 +44,12 @@ def test_a_plan_is_balanced_by_them_and_says_so() -> None:
 
 
 def test_without_measurements_nothing_is_predicted() -> None:
-    options: dict[str, Any] = {"schedule": "1f1b", "num_microbatches": 1, "optimizer_state_ratio": 2.0}
-    assert predict_stages([a_layer("a")], Partition(cut_points=(), num_layers=1), **options) == ()
+    options: dict[str, Any] = {
+        "schedule": ScheduleSpec(name="1f1b"),
+        "num_microbatches": 1,
+        "optimizer_state_ratio": 2.0,
+    }
+    assert predict_stages(a_cost([a_layer("a")]), Partition(cut_points=(), num_layers=1), **options) == ()
 
 
 def test_memory_by_hand() -> None:
@@ -69,9 +78,9 @@ def test_memory_by_hand() -> None:
         ),
     ]
     first, last = predict_stages(
-        layers,
+        a_cost(layers),
         Partition(cut_points=(2,), num_layers=3),
-        schedule="1f1b",
+        schedule=ScheduleSpec(name="1f1b"),
         num_microbatches=4,
         optimizer_state_ratio=2.0,
     )
@@ -93,10 +102,14 @@ def test_a_copy_on_the_stage_that_counts_it_is_no_copy() -> None:
         a_layer("b", measured(), parameters=("shared",), tied=tied),
         a_layer("c", measured(), parameters=("shared",), tied=tied),
     ]
-    options: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 2, "optimizer_state_ratio": 2.0}
-    (whole,) = predict_stages(layers, Partition(cut_points=(), num_layers=3), **options)
+    options: dict[str, Any] = {
+        "schedule": ScheduleSpec(name="gpipe"),
+        "num_microbatches": 2,
+        "optimizer_state_ratio": 2.0,
+    }
+    (whole,) = predict_stages(a_cost(layers), Partition(cut_points=(), num_layers=3), **options)
     assert whole.parameter_bytes == 300
-    first, last = predict_stages(layers, Partition(cut_points=(1,), num_layers=3), **options)
+    first, last = predict_stages(a_cost(layers), Partition(cut_points=(1,), num_layers=3), **options)
     assert (first.parameter_bytes, last.parameter_bytes) == (300, 300)
     assert last.gradient_bytes == 0
 
