@@ -131,16 +131,21 @@ def _network(
 
 
 def _together(measured: Iterable[MeasuredRound], senders: Container[int], receivers: Container[int]) -> list[float]:
-    """What all flows from some ranks to others got together in each round that has any, in bytes per second."""
-    totals = (
-        sum(
+    """What all flows from some ranks to others got together in each round that has any, in bytes per second.
+
+    All begin at once with equal sizes: when the i-th of them is through, i messages have passed. Their own bandwidths
+    say too much where they take turns: two then get all of the link and half of it.
+    """
+    found = []
+    for each in measured:
+        bandwidths = sorted(
             time.bandwidth_bytes_per_s
             for flow, time in zip(each.round.flows, each.times, strict=True)
             if flow.sender in senders and flow.receiver in receivers
         )
-        for each in measured
-    )
-    return [total for total in totals if total]
+        if bandwidths:
+            found.append(max(place * bandwidth for place, bandwidth in enumerate(reversed(bandwidths), start=1)))
+    return found
 
 
 def _kept_share(measured: Iterable[MeasuredRound], own: Mapping[Flow, FlowTime], names: tuple[str, ...]) -> float:

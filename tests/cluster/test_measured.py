@@ -83,6 +83,21 @@ def test_a_network_gets_what_all_flows_of_a_server_get_together() -> None:
     assert [link.bandwidth_bytes_per_s for link in measured.links if link.b == "network"] == [1.8e9, 1.8e9]
 
 
+def test_flows_that_take_turns_on_a_network_got_no_more_than_it_has() -> None:
+    cluster = load_topology(find_cluster_file("slow_network"))
+    in_turns = tuple(
+        MeasuredRound(
+            round=each.round,
+            times=tuple(FlowTime(latency_s=0.0, bandwidth_bytes_per_s=25e6 / turn) for turn in (1, 2)),
+        )
+        if each.round.name == "servers at once"
+        else each
+        for each in ideal_measurement(cluster)
+    )
+    measured = measured_topology(without_links(cluster), in_turns)
+    assert [link.bandwidth_bytes_per_s for link in measured.links if link.b == "network"] == [25e6, 25e6]
+
+
 def test_half_duplex_is_seen() -> None:
     devices = tuple(Device(global_rank=rank, server="ab"[rank], model="x", memory_bytes=1) for rank in range(2))
     cluster = ClusterTopology(
