@@ -34,7 +34,7 @@ def placements(topology: ClusterTopology, num_stages: int, num_replicas: int) ->
         The three policies are DAPPLE's (Fan et al., PPoPP 2021), there for the replicas of a stage.
     """
     found = {"launcher": launcher_placement(num_stages, num_replicas)}
-    for order_name, servers in _server_orders(topology).items():
+    for order_name, servers in server_orders(topology).items():
         for policy in _POLICIES:
             for by_stage in (True, False):
                 num_groups, size = (num_stages, num_replicas) if by_stage else (num_replicas, num_stages)
@@ -63,8 +63,8 @@ def with_rank_0_last(grid: Grid) -> Grid:
     return tuple(tuple(ranks) for ranks in (*rows[index:], *rows[:index]))
 
 
-def _server_orders(topology: ClusterTopology) -> dict[str, list[list[int]]]:
-    """Devices by server, in several orders."""
+def server_orders(topology: ClusterTopology) -> dict[str, list[list[int]]]:
+    """Ranks by server, in several orders."""
 
     def ordered(key: Callable[[Device], float]) -> list[list[int]]:
         devices = sorted(topology.devices, key=lambda device: (key(device), device.global_rank))

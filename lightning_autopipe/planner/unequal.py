@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from lightning_autopipe.core.errors import ConfigurationError
@@ -88,11 +89,11 @@ def unequal_step_work(
                     working_bytes=memory.working_bytes,
                 )
             )
-    owners = [
+    owners = tuple(
         deal_microbatches(num_microbatches, [work.units[0].forward_s + work.units[0].backward_s for work in of_stage])
         for of_stage in works
-    ]
-    lists = windowed_lists(owners, windows or default_windows(counts))
+    )
+    lists = windowed_lists(owners, default_windows(counts) if windows is None else windows)
     # The first rank of each stage, then the second ones, as replicas follow each other.
     order = [(stage, index) for index in range(max(counts)) for stage, count in enumerate(counts) if index < count]
     return StepWork(
@@ -147,7 +148,8 @@ def default_windows(counts: Sequence[int]) -> Windows:
     return tuple(reversed(windows))
 
 
-def windowed_lists(owners: Sequence[Sequence[int]], windows: Sequence[int]) -> list[list[tuple[Action, ...]]]:
+@lru_cache(maxsize=64)
+def windowed_lists(owners: tuple[tuple[int, ...], ...], windows: Windows) -> tuple[tuple[tuple[Action, ...], ...], ...]:
     """1F1B for stages with unlike numbers of ranks.
 
     Before the backward of micro-batch m a rank of stage s runs those of its forwards that are of micro-batches up to
@@ -180,17 +182,19 @@ def windowed_lists(owners: Sequence[Sequence[int]], windows: Sequence[int]) -> l
             f"windows={tuple(windows)}: a stage is to run further ahead than the one before it, from which it gets its "
             "micro-batches; set windows that never rise"
         )
-    lists: list[list[tuple[Action, ...]]] = []
-    for stage_index, (of_stage, window) in enumerate(zip(owners, windows, strict=True)):
-        lists.append([])
-        for rank in range(max(of_stage) + 1):
-            own = [index for index, owner in enumerate(of_stage) if owner == rank]
-            actions: list[Action] = []
-            num_forwards = 0
-            for microbatch_index in own:
-                while num_forwards < len(own) and own[num_forwards] <= microbatch_index + window:
-                    actions.append(forward(stage_index, own[num_forwards]))
-                    num_forwards += 1
-                actions.append(backward(stage_index, microbatch_index))
-            lists[-1].append(tuple(actions))
-    return lists
+    return tuple(
+        tuple(_windowed_list(stage_index, of_stage, rank, window) for rank in range(max(of_stage) + 1))
+        for stage_index, (of_stage, window) in enumerate(zip(owners, windows, strict=True))
+    )
+
+
+def _windowed_list(stage_index: int, owners: Sequence[int], rank: int, window: int) -> tuple[Action, ...]:
+    own = [index for index, owner in enumerate(owners) if owner == rank]
+    actions: list[Action] = []
+    num_forwards = 0
+    for microbatch_index in own:
+        while num_forwards < len(own) and own[num_forwards] <= microbatch_index + window:
+            actions.append(forward(stage_index, own[num_forwards]))
+            num_forwards += 1
+        actions.append(backward(stage_index, microbatch_index))
+    return tuple(actions)

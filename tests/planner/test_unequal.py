@@ -199,7 +199,7 @@ def test_windows() -> None:
     assert default_windows([15, 1]) == (15, 0)
     assert default_windows([8, 4, 4]) == (8, 4, 0)
     assert default_windows([1, 4, 3]) == (7, 4, 0)
-    owners = [(0, 1, 0, 1), (0, 0, 0, 0)]
+    owners = ((0, 1, 0, 1), (0, 0, 0, 0))
     assert [" ".join(map(str, actions)) for actions in windowed_lists(owners, (2, 1))[0]] == [
         "0F0 0F2 0B0 0B2",
         "0F1 0F3 0B1 0B3",
