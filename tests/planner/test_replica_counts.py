@@ -41,7 +41,7 @@ def test_a_stage_with_three_quarters_of_the_work_gets_three_quarters_of_the_devi
 
 
 def test_the_table_by_hand() -> None:
-    """6 micro-batches, 4 devices, layers that take 2, 2, 4, 8: two turns of 16 on three or four; 8 and 8 on two each."""
+    """6 micro-batches, 4 devices, layers that take 2, 2, 4, 8: two turns of 16 on three or four; 8 and 8 on two."""
     table = CountTable(a_cost([1.0, 1.0, 2.0, 4.0], [0] * 4), alike_devices(4), num_microbatches=6)
     assert table.best(1) == ((), (3,), 32.0)
     assert table.best(2) == ((3,), (2, 2), 24.0)
