@@ -8,14 +8,17 @@ from lightning_autopipe.core import (
     CrossingValue,
     Device,
     DeviceTimes,
+    LayerBytes,
     LayerMeasurement,
     LayerProfile,
     ModelProfile,
     Partition,
     PlanError,
+    SizedBytes,
     TiedParameter,
 )
 from lightning_autopipe.planner import CostModel, Work
+from lightning_autopipe.planner.memory import stage_memory
 from tests.planner.steps import a_device
 
 
@@ -104,6 +107,104 @@ def test_sizes_outside_of_the_measured_ones_have_no_price(size: float, known: st
         cost.work_s(Work.FORWARD, range(2), microbatch_size=2, device=_model("old"))
 
 
+def test_parts_of_the_backward_make_the_whole_at_every_size() -> None:
+    def times(size: float, backward_s: float, weight_s: float) -> DeviceTimes:
+        return DeviceTimes(
+            device_model="gpu",
+            microbatch_size=size,
+            forward_s=(1.0,),
+            backward_s=(backward_s,),
+            backward_weight_s=(weight_s,),
+        )
+
+    cost = CostModel(ModelProfile(layers=(a_layer("a"),), times=(times(2, 4.0, 1.0), times(4, 8.0, 4.0))))
+
+    def price(work: Work, size: float) -> float:
+        return cost.work_s(work, range(1), microbatch_size=size)
+
+    assert [price(Work.WEIGHT_GRADIENT, size) for size in (2, 3, 4)] == [1.0, 6.0 * 0.375, 4.0]
+    for size in (2, 2.5, 3, 4):
+        assert price(Work.INPUT_GRADIENT, size) + price(Work.WEIGHT_GRADIENT, size) == price(Work.BACKWARD, size)
+
+
+def test_measured_layers_know_the_parts_of_their_backward() -> None:
+    cost = CostModel(ModelProfile(layers=(a_layer("a", measured(1, 4, backward_weight_s=1.5)),)))
+    assert cost.work_s(Work.INPUT_GRADIENT, range(1)) == 2.5
+    with pytest.raises(PlanError, match="backward_weight_s=5 is more than backward_s=4"):
+        measured(1, 4, backward_weight_s=5)
+
+
+def test_tables_in_other_numbers_do_not_count() -> None:
+    def times(model: str, dtype: str, seconds: float) -> DeviceTimes:
+        return DeviceTimes(device_model=model, microbatch_size=1, forward_s=(seconds,), backward_s=(0.0,), dtype=dtype)
+
+    tables = (times("gpu", "bfloat16", 1.0), times("gpu", "float32", 3.0), times("old", "float32", 9.0))
+    cost = CostModel(ModelProfile(layers=(a_layer("a"),), times=tables))
+    assert cost.work_s(Work.FORWARD, range(1), device=_model("gpu")) == 1.0
+    assert cost.work_s(Work.FORWARD, range(1), device=_model("old", relative_speed=0.5)) == 2.0
+
+
+def layer_bytes(*fields: int) -> LayerBytes:
+    return LayerBytes(activation_bytes=fields[0], peak_bytes=fields[1], sent_bytes=fields[2], gradient_bytes=fields[3])
+
+
+def test_bytes_of_one_size_grow_with_the_micro_batch() -> None:
+    one = measured(1, 1, activation_bytes=100, peak_bytes=200, sent_bytes=40, gradient_bytes=20)
+    cost = CostModel(ModelProfile(layers=(a_layer("a", one), a_layer("b", one)), microbatch_size=4))
+    assert cost.layer_bytes() == (one, one)
+    assert cost.layer_bytes(2)[0] == layer_bytes(50, 100, 20, 10)
+    assert (cost.sent_bytes(1), cost.sent_bytes(1, microbatch_size=8)) == (40, 80)
+    assert (cost.gradient_bytes(1, microbatch_size=2), cost.gradient_bytes(2)) == (10, 0)
+
+
+def test_bytes_of_several_sizes_lie_on_lines() -> None:
+    one = measured(1, 1, activation_bytes=100, peak_bytes=200, sent_bytes=40, gradient_bytes=20)
+    profile = ModelProfile(
+        layers=(a_layer("a", one),),
+        microbatch_size=4,
+        other_sizes=(
+            SizedBytes(microbatch_size=8, layers=(layer_bytes(190, 400, 80, 40),)),
+            SizedBytes(microbatch_size=2, layers=(layer_bytes(60, 100, 20, 20),)),
+        ),
+    )
+    cost = CostModel(profile)
+    assert [cost.layer_bytes(size)[0].activation_bytes for size in (2, 4, 8)] == [60, 100, 190]
+    assert cost.layer_bytes(3)[0] == layer_bytes(80, 150, 30, 20)
+    # Beyond them on the line through the two nearest.
+    assert cost.layer_bytes(1)[0] == layer_bytes(40, 50, 10, 20)
+    assert cost.layer_bytes(12)[0] == layer_bytes(280, 600, 120, 60)
+
+
+def test_values_have_a_part_that_does_not_grow() -> None:
+    value = CrossingValue(
+        producer=0, last_reader=1, forward_bytes=100, gradient_bytes=50, fixed_forward_bytes=60, fixed_gradient_bytes=50
+    )
+    layers = (a_layer("a", measured(1, 1)), a_layer("b", measured(1, 1)))
+    cost = CostModel(ModelProfile(layers=layers, values=(value,), microbatch_size=4))
+    assert [cost.sent_bytes(1, microbatch_size=size) for size in (4, 8, 1)] == [100, 140, 70]
+    assert cost.gradient_bytes(1, microbatch_size=8) == 50
+    with pytest.raises(PlanError, match="fixed_forward_bytes=2 is more than forward_bytes=1"):
+        CrossingValue(producer=0, last_reader=1, forward_bytes=1, gradient_bytes=1, fixed_forward_bytes=2)
+
+
+def test_what_the_optimizer_remembers_is_as_measured() -> None:
+    tied = (TiedParameter(name="shared", num_bytes=10, is_trainable=True),)
+    layers = (
+        a_layer("a", param_bytes=10, trainable_bytes=10, parameters=("shared",), optimizer_bytes=30),
+        a_layer("b", param_bytes=100, trainable_bytes=100, optimizer_bytes=7, parameters=("shared",), tied=tied),
+        a_layer("c", param_bytes=50, trainable_bytes=50),
+    )
+    cost = CostModel(ModelProfile(layers=layers))
+
+    def remembered(owned: range) -> int:
+        return stage_memory(cost, owned, num_microbatches=1, optimizer_state_ratio=2.0).optimizer_bytes
+
+    assert remembered(range(1)) == 30
+    assert remembered(range(2)) == 37
+    assert remembered(range(1, 2)) == 7 + 20  # and its own copy of the shared one
+    assert remembered(range(2, 3)) == 100
+
+
 def test_a_skip_is_paid_at_every_cut_that_it_crosses() -> None:
     values = (
         CrossingValue(producer=0, last_reader=1, forward_bytes=1, gradient_bytes=1),
@@ -164,3 +265,9 @@ def test_profiles_that_contradict_themselves_are_refused() -> None:
         ModelProfile(layers=layers, times=(one,))
     with pytest.raises(PlanError, match="twice"):
         ModelProfile(layers=layers[:1], times=(one, one))
+    sized = SizedBytes(microbatch_size=2, layers=(layer_bytes(1, 1, 1, 1),))
+    with pytest.raises(PlanError, match="micro-batches of 2 are of 1 layers, not of 2"):
+        ModelProfile(layers=layers, microbatch_size=1, other_sizes=(sized,))
+    for size in (None, 2):
+        with pytest.raises(PlanError, match="each once"):
+            ModelProfile(layers=layers[:1], microbatch_size=size, other_sizes=(sized,))
