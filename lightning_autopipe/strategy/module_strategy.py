@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.strategy.checkpoint import load_checked, save_atomically, whole_state_dict
 from lightning_autopipe.strategy.clipping import PipelineClipping
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
@@ -62,6 +63,14 @@ class ModuleStrategy(ProcessStrategy):
     def plan(self) -> PipelinePlan | None:
         """The plan that the module runs by; None before the first batch. Save it to use it again."""
         return None if self._session is None else self._session.current_plan
+
+    @property
+    def profile(self) -> ModelProfile | None:
+        """What the module's layers cost, as the last planning knew it; None before the first batch.
+
+        Save it to plan for other machines.
+        """
+        return None if self._session is None else self._session.current_profile
 
     @property
     def trainer(self) -> pl.Trainer:

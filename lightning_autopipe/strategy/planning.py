@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_unflatten
 
 from lightning_autopipe.core.errors import ConfigurationError, PlanError
 from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.planner import make_plan, resolve_sizes
 from lightning_autopipe.profiling import optimizer_state_ratio
 from lightning_autopipe.runtime.batch_norm_moments import ReplicaMoments
@@ -94,8 +95,10 @@ def plan_pipeline(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     optimizers: Sequence[Optimizer] = (),
-) -> PipelinePlan:
+) -> tuple[PipelinePlan, ModelProfile]:
     """Traces a step on the first batch, plans, and tells the pipeline. Collective over all ranks.
+
+    Gives the plan, and the profile of the module's layers: measured, where a plan was made from measurements.
 
     Args:
         pipeline: Of the whole module.
@@ -156,6 +159,8 @@ def plan_pipeline(
                 kwargs=kwargs,
                 num_microbatches=sizes.num_microbatches,
                 may_fail=options.profile == "auto",
+                sizes=None if options.num_microbatches == "auto" else (),
+                optimizers=optimizers,
             )
         plan = make_plan(
             profile,
@@ -185,7 +190,7 @@ def plan_pipeline(
             kwargs=kwargs,
             in_any_case=options.verify is True,
         )
-    return plan
+    return plan, profile
 
 
 def first_training_arguments(trainer: pl.Trainer) -> tuple[Any, ...] | None:

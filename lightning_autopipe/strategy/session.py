@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
 from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.runtime.tied_parameters import TiedParameters
@@ -72,6 +73,7 @@ class PipelineSession:
         """Whether some rank has placeholders. Rank 0 may be whole all the same, after a fit."""
         self.planned_step: str | None = None
         self.current_plan: PipelinePlan | None = None
+        self.current_profile: ModelProfile | None = None
         self.optimizers: list[WholeOptimizer] = []
         self._loss_scale = 1.0
         self._gradient_divisor = 1.0
@@ -119,7 +121,7 @@ class PipelineSession:
         self._is_planning = True
         try:
             with self._running(step_name), torch.inference_mode(False):
-                self.current_plan = plan_pipeline(
+                self.current_plan, self.current_profile = plan_pipeline(
                     self.pipeline,
                     self._options,
                     self._given_plan,
