@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,9 @@ from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.strategy import measuring
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.measuring import measured_profile
+from tests.harness import run_processes
+from tests.strategy.modules import InOrder, MlpModule, regression_data
+from tests.strategy.runs import Fit, fit_all_here
 
 STEP = "training_step"
 BATCH = (torch.ones(4, 8), 0)
@@ -331,3 +335,32 @@ def test_optimizers_are_tried_on_copies() -> None:
     seconds = measured.times[0].optimizer_s
     assert len(seconds) == measured.num_layers
     assert seconds[0] == 0.0
+
+
+def profile_text(trainer: Any, module: Any) -> str:
+    return str(trainer.strategy.profile.to_json())
+
+
+def test_processes_end_with_one_profile_which_the_next_run_has_as_well(tmp_path: Path) -> None:
+    fit = Fit(
+        module_class=MlpModule,
+        data=partial(InOrder, regression_data(8), batch_size=8),
+        strategy_options={"profile": "measured"},
+        after=profile_text,
+    )
+    by_rank = run_processes(
+        2,
+        fit_all_here,
+        {"first": fit, "second": fit},
+        2,
+        1,
+        initialize_process_group=False,
+        environment={"LIGHTNING_AUTOPIPE_CACHE": str(tmp_path)},
+        timeout_s=100.0,
+    )
+    texts = {report.after for reports in by_rank for report in reports.values()}
+    assert len(texts) == 1
+    profile = ModelProfile.from_json(texts.pop())
+    assert [table.microbatch_size for table in profile.times] == [2]
+    assert all(layer.optimizer_bytes == 0 for layer in profile.layers)  # SGD
+    assert [ModelProfile.load(path) for path in tmp_path.iterdir()] == [profile]
