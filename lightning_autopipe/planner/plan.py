@@ -17,8 +17,8 @@ from lightning_autopipe.core.profile import DeviceTimes, LayerMeasurement, Layer
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner.candidate import Candidate
 from lightning_autopipe.planner.cost import CostModel, Work
-from lightning_autopipe.planner.min_max import min_max_partition
 from lightning_autopipe.planner.objective import PipelineSetting
+from lightning_autopipe.planner.partition_rules import partition_by_rule
 from lightning_autopipe.planner.partitioner import choose_partition
 from lightning_autopipe.planner.prediction import predict_stages
 from lightning_autopipe.planner.search import SearchResult
@@ -33,9 +33,6 @@ DEFAULT_SCHEDULE = "1f1b"
 
 _MAX_RUNNERS_UP = 8
 _KEPT = ("activation_bytes", "received_kept_bytes", "sent_kept_bytes", "peak_bytes")
-
-PARTITION_RULES = ("auto", "uniform", "parameters")
-"""What ``partition`` can name: the shortest simulated step, equally many layers, or parameters as even as possible."""
 
 
 def make_plan(
@@ -173,7 +170,7 @@ def _layers_at(cost: CostModel, size: float) -> tuple[LayerProfile, ...]:
 
 
 def _times_at(cost: CostModel, best: Candidate, topology: ClusterTopology) -> tuple[DeviceTimes, ...]:
-    """Seconds on the device models in use, the reference first, at the planned size; of halves, too, where it slices."""
+    """Seconds on the device models in use, the reference first, at the planned size and, where it slices, of halves."""
     known = dict.fromkeys(table.device_model for table in cost.profile.times)
     used = {topology.devices[rank].model for ranks in best.mapping.stage_ranks for rank in ranks}
     sizes = [best.microbatch_size, *([best.microbatch_size / 2] if best.schedule.is_sliced else [])]
@@ -202,13 +199,9 @@ def _seconds_by_layer(cost: CostModel, work: Work, size: float, model: str | Non
 def _partition_by_rule(
     rule: str, cost: CostModel, *, num_stages: int, num_microbatches: int, schedule: ScheduleSpec
 ) -> Partition:
-    if rule == "uniform":
-        return min_max_partition([1] * cost.num_layers, num_stages)
-    if rule == "parameters":
-        return min_max_partition([layer.param_bytes for layer in cost.profile.layers], num_stages)
-    if rule != "auto":
-        allowed = ", ".join(f'"{name}"' for name in PARTITION_RULES)
-        raise ConfigurationError(f"partition must be {allowed} or a list of cut points, got {rule!r}")
+    found = partition_by_rule(rule, cost, num_stages)
+    if found is not None:
+        return found
     setting = PipelineSetting(cost=cost, num_stages=num_stages, num_microbatches=(num_microbatches,))
     # GPipe's lists are those of 1F1B with all forwards as warm-up.
     depths = schedule.depths or default_depths(num_stages)

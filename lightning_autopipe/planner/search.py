@@ -53,9 +53,9 @@ def search(space: SearchSpace) -> SearchResult:
     """The choice with the most predicted samples per second.
 
     Layouts with their numbers of micro-batches are gone through in the order of what they promise by a bound, as long
-    as one can be better than the best one found, and a few in any case, to be told. Each is mapped and cut with little effort; the best few are searched
-    again with all of it, and with deeper warm-ups and slices. Of numbers of micro-batches that are about as good, the
-    smallest one is taken.
+    as one can be better than the best one found, and a few in any case, to be told. Each is mapped and cut with little
+    effort; the best few are searched again with all of it, and with deeper warm-ups and slices. Of numbers of
+    micro-batches that are about as good, the smallest one is taken.
 
     Raises:
         ConfigurationError: nothing was found that fits the devices' memory, or no times are known for any size that a
@@ -132,7 +132,7 @@ class _Search:
                     microbatch_size=min(max(batch_size / number, smallest), largest),
                     exchange_s=space.exchange_s,
                     optimizer_state_ratio=space.optimizer_state_ratio,
-                    cuts=space.cuts,
+                    cuts=space.cuts_of(num_stages),
                 )
                 num_samples = batch_size * num_replicas
                 bound_s = MappingPrices(setting).lower_bound_s()

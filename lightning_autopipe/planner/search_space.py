@@ -9,6 +9,7 @@ from lightning_autopipe.core.cluster import ClusterTopology, Device
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.planner.cost import CostModel
 from lightning_autopipe.planner.links import LinkNetwork
+from lightning_autopipe.planner.partition_rules import partition_by_rule
 from lightning_autopipe.planner.replica import Cuts
 from lightning_autopipe.schedules.gpipe import NAME as GPIPE
 from lightning_autopipe.schedules.one_f_one_b import NAME as ONE_F_ONE_B
@@ -37,6 +38,8 @@ class SearchSpace:
     """Of each replica."""
     schedule: str = "auto"
     """``"auto"``: 1F1B with any depths, or slices; ``"1f1b"``, ``"gpipe"``: that one as it is."""
+    partition: str = "auto"
+    """A rule of `PARTITION_RULES`: ``"auto"`` for the shortest step."""
     cuts: Cuts | None = None
     """Of the layers, where they are given; they decide the number of stages."""
     min_samples: float = 1.0
@@ -61,6 +64,13 @@ class SearchSpace:
                 f"{wanted} does not use the {self.topology.world_size} devices with at most one stage for each of the "
                 f"{self.cost.num_layers} layers; set numbers whose product is {self.topology.world_size}"
             )
+
+    def cuts_of(self, num_stages: int) -> Cuts | None:
+        """The cuts that are given or that the rule says; None: they are searched."""
+        if self.cuts is not None:
+            return self.cuts
+        found = partition_by_rule(self.partition, self.cost, num_stages)
+        return None if found is None else found.cut_points
 
     @property
     def topology(self) -> ClusterTopology:

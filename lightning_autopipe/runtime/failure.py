@@ -66,7 +66,8 @@ class FailureMonitor:
         """
         self.global_rank = dist.get_rank()
         self._others = set(range(dist.get_world_size())) - {self.global_rank}
-        self._layout = layout
+        self.layout = layout
+        """Tells the stage of a rank, for messages."""
         self._grace_s, self._own_grace_s, self._interval_s = grace_s, own_grace_s, interval_s
         run_number = next(_run_numbers)
         self._board, self._thread_board = FailureBoard(run_number), FailureBoard(run_number)
@@ -221,7 +222,7 @@ class FailureMonitor:
         )
 
     def _stage_index(self, global_rank: int) -> int | None:
-        return None if self._layout is None else self._layout.stage_index(global_rank)
+        return None if self.layout is None else self.layout.stage_index(global_rank)
 
     def _end_thread(self) -> None:
         self._stop_event.set()

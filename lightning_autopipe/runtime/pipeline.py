@@ -111,7 +111,13 @@ class Pipeline:
     # ----- planning
 
     def profile(
-        self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, cut_after: Sequence[str] = ()
+        self,
+        step_name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        cut_after: Sequence[str] = (),
+        min_stages: int | None = None,
     ) -> ModelProfile:
         """Trace a step on one whole batch and give its layers; nothing changes.
 
@@ -120,6 +126,7 @@ class Pipeline:
             args: what it is called with.
             kwargs: keyword arguments alike.
             cut_after: paths of modules after whose last calls layers end.
+            min_stages: into how many it must be possible to cut it; None: those of the layout.
 
         Raises:
             BatchError: a training step returns no loss.
@@ -133,7 +140,7 @@ class Pipeline:
             self._end_layers_before_rest(trace, table, step_name, args, kwargs, cut_after)
         if self.num_stages > 1:
             refuse_repeated_pass(trace, step_name)
-            refuse_too_few_layers(trace, table, self.num_stages, step_name)
+            refuse_too_few_layers(trace, table, self.num_stages if min_stages is None else min_stages, step_name)
         starts = [layer.start for layer in trace.layers]
         self.cut_points_after = tuple(starts.index(p) for p in positions_after(trace, table, cut_after))
         self._planning_trace = (step_name, trace, table)

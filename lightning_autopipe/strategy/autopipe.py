@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.strategy.loader import PipelineLoader
@@ -45,7 +46,9 @@ class AutoPipeStrategy(ModuleStrategy):
             operations; ``"auto"`` measures before a fit on several stages.
         cut_after: Paths of the modules after which stages end, such as ``["net.h.5"]`` for two stages.
         plan: A plan, or the JSON file of one, to use instead of making one.
-        cluster: Still to come.
+        cluster: Devices and links that a fit is planned for: a topology, the file of one, or an example's name; None or
+            ``"auto"`` is what hosts tell of themselves, and what is measured between servers; ``"measure"`` measures on
+            one server, too.
         split_batch: By leaf of the batch (keys joined by dots) the dimension that counts samples, or None for a leaf
             that stays whole: only for leaves whose meaning tracing cannot tell.
         loss_over: ``"microbatch"`` for a loss that is a mean over samples; ``"batch"`` for one that compares them
@@ -84,7 +87,7 @@ class AutoPipeStrategy(ModuleStrategy):
         profile: str = "auto",
         cut_after: Sequence[str] | None = None,
         plan: str | Path | PipelinePlan | None = None,  # Path, not PathLike: jsonargparse would read the file
-        cluster: Any = None,
+        cluster: str | Path | ClusterTopology | None = None,
         split_batch: Mapping[str, int | None] | None = None,
         loss_over: str = "microbatch",
         verify: bool | Auto = "auto",

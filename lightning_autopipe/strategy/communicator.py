@@ -75,6 +75,10 @@ class Communicator:
         ranks = self.layout.pipeline_ranks(self.replica_index)
         return self._gather(value, ranks, self.pipeline_group)
 
+    def gather_in_world(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order, on each of them."""
+        return self._gather(value, range(self.layout.world_size), self.world_group)
+
     def gather_over_replicas(self, value: Any) -> list[Any]:
         """The values of all ranks of this stage, in the order of their replicas, on each of them."""
         return self._gather(value, self.layout.stage_ranks(self.stage_index), self.replica_group)

@@ -14,16 +14,20 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.strategy.checkpoint import load_checked, save_atomically, whole_state_dict
 from lightning_autopipe.strategy.clipping import PipelineClipping
+from lightning_autopipe.strategy.cluster_of_run import MEASURE, discovered_topology, given_topology, links_measured
+from lightning_autopipe.strategy.layout_search import leaves_something_open, leaving_no_trace, training_sample
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.loader import PipelineLoader
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.placement import fill_placeholders, is_whole
+from lightning_autopipe.strategy.planning import in_training_mode
 from lightning_autopipe.strategy.predictions import unsilence_writers
 from lightning_autopipe.strategy.process_strategy import ProcessStrategy
 from lightning_autopipe.strategy.random_state import (
@@ -127,14 +131,66 @@ class ModuleStrategy(ProcessStrategy):
         else:
             self._collect_parts(module)
             self.model = self.precision_plugin.convert_module(module)
-        self._session = PipelineSession(
+        self._choose_plan(module)
+        self._session = self._new_session(module)
+
+    def _new_session(self, module: pl.LightningModule) -> PipelineSession:
+        return PipelineSession(
             module,
             options=self.options,
-            plan=self._plan,
+            plan=self.plan_to_run,
             communicator=self.communicator,
             groups=self._groups,
             device=self.root_device,
         )
+
+    # What to run --------------------------------------------------------------
+
+    def _choose_plan(self, module: pl.LightningModule) -> None:
+        """Checks the given plan against the devices, or searches one for a fit. Collective over all ranks."""
+        given = self._given_plan
+        if given is not None:
+            if given.devices:
+                given.require_devices(discovered_topology(self.communicator, self.root_device).devices)
+            return
+        plan: PipelinePlan | None = None
+        is_open = leaves_something_open(self.options, world_size=self.world_size, num_nodes=self.num_nodes)
+        if is_open and self.trainer.state.fn == TrainerFn.FITTING:
+            plan, problem = self._search(module)
+            if problem and self.is_global_zero:
+                rank_zero_warn(
+                    f"nothing was searched ({problem}): defaults are taken, the same layout as for an evaluation"
+                )
+        self._run_by(plan)
+
+    def _search(self, module: pl.LightningModule) -> tuple[PipelinePlan | None, str]:
+        """A plan from a batch that is read ahead, and why there is none. Afterwards all is as before."""
+        trainer, communicator = self.trainer, self.communicator
+        devices = discovered_topology(communicator, self.root_device)
+        topology = self._topology(devices)
+        self._session = self._new_session(module)
+        patches = LightningPatches(trainer, communicator)
+        patches.install()
+        try:
+            with leaving_no_trace(trainer), in_training_mode(trainer):
+                args = training_sample(trainer)
+                if args is None:
+                    return None, "the training data cannot be read ahead: they are a stream, or there are none"
+                with self.precision_plugin.train_step_context():
+                    return self._session.search(args, topology, devices)
+        finally:
+            patches.remove()
+            self._loaders.clear()
+            self._session = None
+
+    def _topology(self, devices: ClusterTopology) -> ClusterTopology:
+        """What a fit is planned for. Collective over all ranks."""
+        cluster = self.options.cluster
+        if cluster not in (None, "auto", MEASURE):
+            return given_topology(cluster, self.world_size)
+        if cluster == MEASURE or len(devices.servers) > 1:
+            return links_measured(devices, self.communicator, self.root_device, timeout_s=self.options.timeout_s)
+        return devices
 
     def _collect_parts(self, module: pl.LightningModule) -> None:
         """Makes a module usable that another strategy object has trained: rank 0 has all of it, others have parts."""

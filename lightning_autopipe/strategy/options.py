@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
+from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
@@ -55,8 +56,10 @@ class StrategyOptions:
     """Paths of the modules after which stages end, in the order of their calls: one fewer than stages."""
     plan: str | os.PathLike[str] | PipelinePlan | None = None
     """A plan, or the JSON file of one, to use instead of making one."""
-    cluster: Any = None
-    """A description of devices and links; still to come."""
+    cluster: str | os.PathLike[str] | ClusterTopology | None = None
+    """Devices and links that a fit is planned for: a topology, the file of one, or the name of an example; None or
+    ``"auto"``: what the hosts tell of themselves, and what is measured between several servers; ``"measure"``: what is
+    measured on one server, too."""
     split_batch: Mapping[str, int | None] | None = None
     """By leaf of the batch (keys joined by dots) the dimension that counts samples, or None for a leaf that stays
     whole. Leaves that are not named are found out by tracing."""
@@ -97,6 +100,7 @@ class StrategyOptions:
         self._check_cut_after()
         self._check_split_batch()
         self._check_plan()
+        self._check_cluster()
         self._check_still_to_come()
         _check_timeout(self.timeout)
 
@@ -184,9 +188,23 @@ class StrategyOptions:
                 f"a plan decides {', '.join(decided)} itself; set either plan or {' and '.join(decided)}, not both"
             )
 
+    def _check_cluster(self) -> None:
+        if not isinstance(self.cluster, (str, os.PathLike, ClusterTopology, type(None))):
+            raise ConfigurationError(
+                'cluster must be a ClusterTopology, a file\'s path, the name of an example, "auto", "measure" or None; '
+                f"got {self.cluster!r}"
+            )
+
+    @property
+    def given_cuts(self) -> tuple[int, ...] | None:
+        """The cut points that `partition` gives; None where it names a rule."""
+        partition = self.partition
+        if isinstance(partition, str):
+            return None
+        return partition.cut_points if isinstance(partition, Partition) else tuple(partition)
+
     def _check_still_to_come(self) -> None:
         for name, allowed in (
-            ("cluster", (None, "auto")),
             ("shard_optimizer", (False, "auto")),
             ("recompute", ("auto", False)),
             ("trace", (None, "auto")),

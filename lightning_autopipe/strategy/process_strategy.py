@@ -56,7 +56,9 @@ class ProcessStrategy(ParallelStrategy):
         super().__init__(**components)
         self.options = options
         self._num_nodes = 1
-        self._plan: PipelinePlan | None = given_plan(options)
+        self._given_plan: PipelinePlan | None = given_plan(options)
+        self._found_plan: PipelinePlan | None = None
+        """What a search has chosen for the module at hand."""
         self._layout: ParallelLayout | None = None
         self._groups: ProcessGroups | None = None
         self._communicator: Communicator | None = None
@@ -113,8 +115,13 @@ class ProcessStrategy(ParallelStrategy):
             PlanError: the given plan is for another number.
         """
         if self._layout is None or self._layout.world_size != self.world_size:
-            self._layout = resolve_layout(self.options, self._plan, self.world_size)
+            self._layout = resolve_layout(self.options, self.plan_to_run, self.world_size)
         return self._layout
+
+    @property
+    def plan_to_run(self) -> PipelinePlan | None:
+        """What the user gave or a search has chosen; None: made from the first batch."""
+        return self._given_plan or self._found_plan
 
     @property
     def communicator(self) -> Communicator:
@@ -185,11 +192,24 @@ class ProcessStrategy(ParallelStrategy):
                 device=self.root_device,
                 timeout_s=self.options.timeout_s,
             )
+        self._make_groups()
+        self._monitor = FailureMonitor(self.layout)
+        self._monitor.start()
+
+    def _make_groups(self) -> None:
         self._groups = create_process_groups(
             self.layout, timeout_s=self.options.timeout_s, backend=self.options.process_group_backend
         )
-        self._monitor = FailureMonitor(self.layout)
-        self._monitor.start()
+
+    def _run_by(self, plan: PipelinePlan | None) -> None:
+        """Takes the places that a plan gives to the ranks, or the usual ones. Collective over all ranks."""
+        before = self.layout
+        self._found_plan, self._layout = plan, None
+        if self.layout == before or self._monitor is None:
+            return
+        self._make_groups()
+        self._communicator = make_communicator(self._groups, self.layout, self.root_device)
+        self._monitor.layout = self.layout
 
     def _introduction(self) -> Member:
         assert self.parallel_devices
