@@ -79,10 +79,8 @@ def _own(document: dict[str, Any], text: str, source: str, given: list[str]) -> 
         raise ConfigurationError(
             f"{source}: {', '.join(given)} given, but a profile that was saved here says it itself"
         )
-    from_json: Any = getattr(ModelProfile, "from_json")  # noqa: B009
     try:
-        profile: ModelProfile = from_json(text)
-        return profile
+        return ModelProfile.from_json(text)
     except PlanError as error:
         raise PlanError(f"{source}: {error}") from error
 

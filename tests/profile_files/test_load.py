@@ -212,3 +212,17 @@ def test_damaged_piper_files_say_where_and_what(tmp_path: Path, changes: dict[st
 def test_damaged_json(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(PlanError, match=re.escape(message)):
         load_profile(written(tmp_path, text, "model.json"))
+
+
+# Our own -------------------------------------------------------------------
+
+
+def test_a_saved_profile_is_read_back(tmp_path: Path) -> None:
+    profile = load_profile(written(tmp_path, TEXT, "bert-2-pbs-6.txt"), device_model="V100 (DAPPLE)")
+    path = written(tmp_path, profile.to_json(), "saved.json")
+    assert load_profile(path) == profile
+    with pytest.raises(ConfigurationError, match=r"saved\.json: time_unit given, but a profile that was saved here"):
+        load_profile(path, time_unit="ms")
+    path.write_text(profile.to_json().replace('"microbatch_size"', '"size"'))
+    with pytest.raises(PlanError, match=r"saved\.json: "):
+        load_profile(path)
