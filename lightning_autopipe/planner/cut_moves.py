@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 Cuts = tuple[int, ...]
@@ -19,25 +20,64 @@ def shifted(cuts: Cuts, num_layers: int) -> Iterator[Cuts]:
                 yield (*cuts[:first], *(cut - 1 for cut in cuts[first:last]), *cuts[last:])
 
 
+def slid(
+    cuts: Cuts, weights: Sequence[Sequence[float]], entries: Sequence[Sequence[float]], limit: float
+) -> Iterator[Cuts]:
+    """Each cut at every other layer at which neither stage beside it adds more to the step than a limit.
+
+    Args:
+        cuts: to begin with.
+        weights: by stage, prefix sums over the layers of what they add.
+        entries: by stage, the price of beginning at each layer.
+        limit: the most that a stage may add.
+    """
+    edges = (0, *cuts, len(weights[0]) - 1)
+    for index, cut in enumerate(cuts):
+        start, stop = edges[index], edges[index + 2]
+        before, behind = weights[index], weights[index + 1]
+        first = bisect_left(behind, behind[stop] - limit, start + 1, stop)
+        last = bisect_right(before, before[start] + limit - entries[index][start], start + 1, stop)
+        for other in range(first, last):
+            if abs(other - cut) > 1:
+                yield (*cuts[:index], other, *cuts[index + 1 :])
+
+
 class CheaperCuts:
     """Moves single cuts past dearer ones, which moves by a layer would have to climb over.
+
+    A cut goes to the next one before it, and behind it, that costs less, or that costs less than those around it.
 
     Args:
         entries: by stage, the price of beginning at each layer.
     """
 
     def __init__(self, entries: Sequence[Sequence[float]]) -> None:
-        self._ways = [(_next_less(entry), _next_less(entry[::-1])) for entry in entries[1:]]
+        self._entries = entries
+        self._num_layers = len(entries[0]) - 1
+        self._ways: dict[int, tuple[list[int], list[int], list[int]]] = {}
 
     def jumped(self, cuts: Cuts) -> Iterator[Cuts]:
-        """Each cut at the next one before it, and behind it, where its stage begins at less cost."""
-        for index, (cut, (behind, before)) in enumerate(zip(cuts, self._ways, strict=True)):
-            num_layers = len(behind) - 1
-            lowest = cuts[index - 1] if index else 0
-            highest = cuts[index + 1] if index + 1 < len(cuts) else num_layers
-            for other in (behind[cut], num_layers - before[num_layers - cut]):
-                if lowest < other < highest and abs(other - cut) > 1:
+        """Partitions in which one cut has gone further than to the next layer."""
+        edges = (0, *cuts, self._num_layers)
+        for index, cut in enumerate(cuts):
+            for other in self._targets(index + 1, cut):
+                if edges[index] < other < edges[index + 2] and abs(other - cut) > 1:
                     yield (*cuts[:index], other, *cuts[index + 1 :])
+
+    def _targets(self, stage_index: int, cut: int) -> dict[int, None]:
+        if stage_index not in self._ways:
+            entry = self._entries[stage_index]
+            self._ways[stage_index] = _next_less(entry), _next_less(entry[::-1]), _valleys(entry)
+        behind, before, valleys = self._ways[stage_index]
+        here, after = bisect_left(valleys, cut), bisect_right(valleys, cut)
+        nearest = (*valleys[max(0, here - 1) : here], *valleys[after : after + 1])
+        return dict.fromkeys((behind[cut], self._num_layers - before[self._num_layers - cut], *nearest))
+
+
+def _valleys(entry: Sequence[float]) -> list[int]:
+    """Cuts that cost no more than those next to them, and less than one of these."""
+    triples = zip(entry, entry[1:], entry[2:], strict=False)
+    return [cut for cut, (a, b, c) in enumerate(triples, start=1) if b <= a and b <= c and (b < a or b < c)]
 
 
 def _next_less(values: Sequence[float]) -> list[int]:

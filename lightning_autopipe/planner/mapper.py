@@ -13,6 +13,7 @@ from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.planner.mapping_bound import Candidate, MappingBound
+from lightning_autopipe.planner.mapping_candidates import promising
 from lightning_autopipe.planner.mapping_choice import MappingChoice
 from lightning_autopipe.planner.mapping_prices import MappingPrices
 from lightning_autopipe.planner.mapping_search import MappingSearch, is_less, unlike
@@ -115,7 +116,8 @@ class _Chooser:
         if orders is not None and self._are_few(orders):
             return self._best_of_all(orders)
         search = self._search(keeps_rank_0=True)
-        starts = search.best_of(self._starts(orders), _NUM_IMPROVED_OF_FEW if orders else _NUM_IMPROVED)
+        ranked = search.best_of(self._starts(orders))
+        starts = ranked[: _NUM_IMPROVED_OF_FEW if orders else _NUM_IMPROVED]
         # The launcher's order is always among them: a mapping is never worse than none.
         launcher = search.evaluated(launcher_placement(self._setting.num_stages, self._setting.num_replicas))
         improved = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
@@ -132,7 +134,22 @@ class _Chooser:
         near = [one for one in found if one.step_s <= _NEAR * found[0].step_s]
         settled = [found[0], *(self._settled(search, one) for one in near[:_NUM_SETTLED])]
         self._num_scored += search.num_scored
-        return min(settled, key=lambda one: one.step_s)
+        return self._compared(ranked, min(settled, key=lambda one: one.step_s))
+
+    def _compared(self, candidates: list[Candidate], best: _Found) -> _Found:
+        """The best one, or a placement whose simulated step is shorter: the bound does not know all waits for links."""
+        effort = self._partition_effort // _SHORT
+        for candidate in promising(self._setting, candidates, is_simulated=self._is_simulated):
+            best = self._partitioned(candidate, effort, best.step_s, has_starts=False) or best
+        return best
+
+    @property
+    def _num_actions(self) -> int:
+        return 2 * self._setting.num_stages * self._setting.num_microbatches
+
+    @property
+    def _is_simulated(self) -> bool:
+        return self._num_actions * self._setting.topology.world_size <= MAX_SIMULATED
 
     def free(self, best: _Found) -> _Found:
         """The best mapping with rank 0 on any stage or none, begun from the best one with it in its place, too."""
@@ -141,7 +158,7 @@ class _Chooser:
             return self._best_of_all(orders)
         search = self._search(keeps_rank_0=False)
         start = search.evaluated(best.grid, best.cuts)
-        starts = [start, *search.best_of(self._starts(orders), 1)]
+        starts = [start, *search.best_of(self._starts(orders))[:1]]
         improved = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
         for candidate in unlike(improved):
             if is_less(candidate.score, start.score):  # else it promises no more than is there already
@@ -219,7 +236,9 @@ class _Chooser:
                 break
         return best
 
-    def _partitioned(self, candidate: Candidate, effort: int, below_s: float) -> _Found | None:
+    def _partitioned(
+        self, candidate: Candidate, effort: int, below_s: float, *, has_starts: bool = True
+    ) -> _Found | None:
         """The best partition for a mapping that is found; None where none fits or the step is not below a limit.
 
         What it takes without sharing links is known sooner, and never above what it takes with that.
@@ -227,14 +246,13 @@ class _Chooser:
         setting = self._setting
         objective = Objective(setting.pipelines(candidate.grid, candidate.shares))
         partitions = PartitionSearch(objective, setting.depths, effort=effort)
-        partitions.look_around([candidate.cuts, *partitions.starts()])
+        partitions.look_around([candidate.cuts, *(partitions.starts() if has_starts else ())])
         if partitions.overflow_bytes or partitions.step_s * _SAME >= below_s:
             return None
-        num_actions = 2 * setting.num_stages * setting.num_microbatches
-        is_simulated = num_actions * setting.topology.world_size <= MAX_SIMULATED or not objective.shares_links
+        is_simulated = self._is_simulated or not objective.shares_links
         cuts, step_s = partitions.best, partitions.step_s
         if is_simulated:
-            num_finalists = max(1, min(_MAX_FINALISTS, _SIMULATED_ACTIONS // num_actions))
+            num_finalists = max(1, min(_MAX_FINALISTS, _SIMULATED_ACTIONS // self._num_actions))
             choice = partitions.choice(is_exact=False, num_finalists=num_finalists)
             cuts, step_s = choice.partition.cut_points, choice.step_s
         else:  # links are shared at least as far as the bound knows it

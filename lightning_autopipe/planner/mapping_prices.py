@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from lightning_autopipe.planner.cost import Work
 from lightning_autopipe.planner.links import Route
@@ -14,7 +14,7 @@ from lightning_autopipe.planner.placements import Grid
 from lightning_autopipe.planner.reduction import GradientBytes, Reduction
 from lightning_autopipe.planner.replica import Cuts, pipeline_bound_s
 from lightning_autopipe.planner.shares import share_microbatches
-from lightning_autopipe.planner.starts import NUM_HALVINGS, quick_cuts
+from lightning_autopipe.planner.starts import NUM_HALVINGS, cheap_cuts, quick_cuts
 
 Loads = tuple[tuple[int, float], ...]
 """Channels, and the seconds for which each is occupied in a step."""
@@ -62,6 +62,7 @@ class MappingPrices:
         self._sent = [cost.sent_bytes(cut, microbatch_size=size) for cut in cuts]
         self._returned = [cost.gradient_bytes(cut, microbatch_size=size) for cut in cuts]
         self._gradients = GradientBytes(cost)
+        self._trainable = list(accumulate((layer.trainable_bytes for layer in cost.profile.layers), initial=0))
         self._bandwidths = [channel.bandwidth_bytes_per_s for channel in setting.network.channels]
         self._stage_bytes: dict[tuple[int, int], list[int]] = {}
         self._weights: dict[tuple[int, int, int], list[float]] = {}
@@ -189,6 +190,18 @@ class MappingPrices:
         self.num_priced += (NUM_HALVINGS // 3 + len(grid)) * len(weights)
         return quick_cuts(weights, entries)
 
+    def other_cuts(self, grid: Grid, shares: Sequence[int]) -> list[Cuts]:
+        """Cuts that may be better where links are slow: at which little crosses, and with sums of gradients as work."""
+        if self.setting.cuts is not None:
+            return []
+        weights, entries = self._stage_weights(grid, shares)
+        found = list(cheap_cuts(weights, entries))
+        if len(grid) > 1:
+            stages = zip(weights, zip(*grid, strict=True), strict=True)
+            found.append(quick_cuts([self._with_sums(weight, ranks) for weight, ranks in stages], entries))
+        self.num_priced += (NUM_HALVINGS // 3 + len(grid)) * len(weights) * len(found)
+        return list(dict.fromkeys(found))
+
     def _stage_weights(self, grid: Grid, shares: Sequence[int]) -> tuple[list[list[float]], list[list[float]]]:
         """By stage, what layers add on the replica where they add most, and what beginning at each layer takes."""
         depths, network = self.setting.depths, self.setting.network
@@ -203,6 +216,11 @@ class MappingPrices:
             ways = {(network.route(a, b), network.route(b, a)) for a, b in pairs}
             entries.append(max((self._entry(there, back) for there, back in ways), key=max))
         return weights, entries
+
+    def _with_sums(self, weight: Sequence[float], members: tuple[int, ...]) -> list[float]:
+        ring = Reduction(is_tie=False, members=members, num_bytes=1.0)
+        byte_s = max(self.setting.network.route(*hop).occupied_s(ring.hop_bytes) for hop in ring.hops)
+        return [seconds + byte_s * num_bytes for seconds, num_bytes in zip(weight, self._trainable, strict=True)]
 
     def _weight(self, kind: int, num_microbatches: int, depth: int) -> list[float]:
         key = (kind, num_microbatches, depth)

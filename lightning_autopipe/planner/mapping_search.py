@@ -44,7 +44,11 @@ class MappingSearch:
             grid: devices; put right where rank 0 must run the last stage.
             cuts: to keep; None: they are found anew.
         """
-        return self._bound(with_rank_0_last(grid) if self.keeps_rank_0 else grid, cuts).candidate()
+        if self.keeps_rank_0:
+            grid = with_rank_0_last(grid)
+        found = self._bound(grid, cuts).candidate()
+        others = self.prices.other_cuts(grid, found.shares) if cuts is None else ()
+        return min([found, *(self._bound(grid, other).candidate() for other in others)], key=_score)
 
     def _bound(self, grid: Grid, cuts: Cuts | None = None) -> MappingBound:
         self.num_scored += 1
@@ -56,10 +60,10 @@ class MappingSearch:
                 cuts = prices.cuts(grid, shares)
         return MappingBound(prices, grid, cuts, prices.shares(grid, cuts))
 
-    def best_of(self, grids: Iterable[Grid], number: int) -> list[Candidate]:
-        """The best placements of some, the best one first."""
+    def best_of(self, grids: Iterable[Grid]) -> list[Candidate]:
+        """Placements, the best one first."""
         right = {with_rank_0_last(grid) if self.keeps_rank_0 else grid: None for grid in grids}
-        return unlike(sorted((self.evaluated(grid) for grid in right), key=lambda candidate: candidate.score))[:number]
+        return unlike(sorted((self.evaluated(grid) for grid in right), key=_score))
 
     def improved(self, candidate: Candidate, *, effort: int, keeps_cuts: bool = False) -> Candidate:
         """Exchanges devices, and stages of all replicas, as long as that helps.
@@ -141,6 +145,10 @@ class MappingSearch:
             found.append(tuple(rows))
         for turned in found:
             yield with_rank_0_last(turned) if self.keeps_rank_0 else turned
+
+
+def _score(candidate: Candidate) -> Score:
+    return candidate.score
 
 
 def is_less(score: Score, than: Score) -> bool:

@@ -10,7 +10,7 @@ from itertools import combinations, pairwise
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.partition import Partition
-from lightning_autopipe.planner.cut_moves import CheaperCuts, shifted
+from lightning_autopipe.planner.cut_moves import CheaperCuts, shifted, slid
 from lightning_autopipe.planner.min_max import check_enough_layers, min_max_partition
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.replica import Cuts, Depths
@@ -97,6 +97,9 @@ class PartitionSearch:
 
     def run(self, *, max_exact: int = MAX_EXACT) -> PartitionChoice:
         """The best partition that is found; see `choose_partition`."""
+        if self.objective.setting.cuts is not None:
+            self.look_around([])
+            return self.choice(is_exact=True)
         num_partitions = math.comb(self.num_layers - 1, self.num_stages - 1)
         is_exact = num_partitions <= (
             max_exact // ACTIONS_LIKE_SIMULATION if self.objective.shares_links else max_exact
@@ -212,6 +215,9 @@ class PartitionSearch:
 
     def look_around(self, starts: list[Cuts]) -> None:
         """Improves on some partitions until nothing is found any more, or as much was simulated as may be."""
+        if self.objective.setting.cuts is not None:
+            self.consider(self.objective.setting.cuts)
+            return
         for cuts in starts:
             self.consider(cuts)
         self._move_around_masters(starts, effort=(self._last_action - self.objective.num_priced_actions) // 2)
@@ -247,7 +253,7 @@ class PartitionSearch:
         edges = (0, *cuts, self.num_layers)
         for stage_index in range(master + 1, self.num_stages - 1):  # A: a layer towards the master, behind it
             if edges[stage_index + 2] - edges[stage_index + 1] > 1:
-                yield _replaced(cuts, stage_index, cuts[stage_index] + 1)
+                yield (*cuts[:stage_index], cuts[stage_index] + 1, *cuts[stage_index + 1 :])
         if edges[master + 1] - edges[master] > 1:
             if master > 0:  # B: its first layer to those before
                 first = self._by_bound.cuts(master, edges[master] + 1, early=False)
@@ -262,6 +268,9 @@ class PartitionSearch:
         yield from shifted(cuts, self.num_layers)
         if self._cheaper is not None:
             yield from self._cheaper.jumped(cuts)
+            if not self.overflow_bytes:
+                alone_s = min(prefix[-1] for prefix in self.objective.stage_prefixes())
+                yield from slid(cuts, *self._adds, self.step_s - alone_s)
 
     def _even_start(self) -> Cuts:
         prefix = self.objective.stage_prefixes()[0]
@@ -286,7 +295,3 @@ class PartitionSearch:
 
 def _both_ends(table: MinMaxTable, num_stages: int, num_layers: int) -> list[Cuts]:
     return [table.cuts(num_stages, num_layers, early=early) for early in (True, False)]
-
-
-def _replaced(cuts: Cuts, index: int, cut: int) -> Cuts:
-    return (*cuts[:index], cut, *cuts[index + 1 :])

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from lightning_autopipe.core import CrossingValue, Link
-from lightning_autopipe.planner.cut_moves import CheaperCuts, shifted
+from lightning_autopipe.planner.cut_moves import CheaperCuts, shifted, slid
 from lightning_autopipe.planner.objective import Objective
 from lightning_autopipe.planner.partitioner import choose_partition
 from lightning_autopipe.planner.starts import cheap_cuts, lopsided_cuts
@@ -28,8 +28,26 @@ def test_shifted_moves_runs_of_cuts_by_a_layer() -> None:
 def test_jumps_go_to_the_next_cheaper_cut_on_either_side() -> None:
     moves = CheaperCuts([[0.0] * 9, ENTRY, ENTRY])
     assert set(moves.jumped((4, 7))) == {(2, 7), (6, 7)}  # 7 would jump to 6, which is next to it
-    assert set(moves.jumped((2, 4))) == {(2, 6)}  # nothing is cheaper than 2, and 4 cannot jump over it
+    assert set(moves.jumped((2, 4))) == {(2, 6)}  # 4 cannot jump over 2
     assert list(moves.jumped((2, 6))) == []
+
+
+def test_jumps_also_go_to_dearer_cuts_that_are_cheap_among_their_neighbours() -> None:
+    entry = [0.0, 1.0, 9.0, 9.0, 5.0, 9.0, 9.0, 0.0]
+    assert set(CheaperCuts([[0.0] * 8, entry]).jumped((1,))) == {(4,)}
+    assert set(CheaperCuts([[0.0] * 8, [3.0] * 8]).jumped((4,))) == set()
+
+
+def test_cuts_slide_as_far_as_neither_stage_adds_too_much() -> None:
+    even = [float(index) for index in range(13)]
+    free = [[0.0] * 13] * 3
+    assert set(slid((4, 8), [even] * 3, free, 100.0)) == {
+        *((cut, 8) for cut in (1, 2, 6, 7)),
+        *((4, cut) for cut in (5, 6, 10, 11)),
+    }
+    assert set(slid((4, 8), [even] * 3, free, 6.0)) == {(2, 8), (6, 8), (4, 6), (4, 10)}
+    dear = [[0.0] * 13, [2.0] * 13, [0.0] * 13]
+    assert set(slid((4, 8), [even] * 3, dear, 6.0)) == {(2, 8), (6, 8), (4, 6)}
 
 
 def test_cheap_cuts_even_out_stages_at_cuts_below_each_price() -> None:

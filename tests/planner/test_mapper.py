@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import math
 from itertools import combinations, permutations
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_autopipe.cluster import find_cluster_file, load_topology
 from lightning_autopipe.core import ClusterTopology, ConfigurationError
+from lightning_autopipe.planner import CostModel
+from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.mapper import choose_mapping
 from lightning_autopipe.planner.mapping_bound import MappingBound
 from lightning_autopipe.planner.mapping_choice import MappingChoice
 from lightning_autopipe.planner.mapping_prices import MappingPrices
 from lightning_autopipe.planner.mapping_setting import MappingSetting
-from lightning_autopipe.planner.placements import Grid, placements
+from lightning_autopipe.planner.objective import Objective
+from lightning_autopipe.planner.placements import Grid, placements, with_rank_0_last
 from lightning_autopipe.planner.shares import share_microbatches
+from lightning_autopipe.profile_files import load_profile
 from tests.planner.mappings import SAME, a_cluster, a_mapping_setting, a_model, simulated_s
 from tests.planner.steps import a_device, a_profile
+
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
 
 
 def every_mapping(setting: MappingSetting, *, keeps_rank_0: bool) -> list[Grid]:
@@ -217,3 +225,28 @@ def test_memory_is_a_limit(max_exact: int) -> None:
     small = ClusterTopology(devices=tuple(a_device(rank, memory_bytes=4_500) for rank in range(3)))
     with pytest.raises(ConfigurationError, match="no partition was found that fits the devices' memory"):
         choose_mapping(a_mapping_setting(profile, small, 3, 1, 4), max_exact=max_exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "cuts"),
+    [("dapple-vgg-19-pbs-32", 2, (8, 10, 12, 14)), ("dapple-amoeba-18-pbs-8", 3, (11, 12, 18, 19))],
+)
+def test_no_placement_with_other_cuts_is_better(name: str, num_stages: int, cuts: tuple[int, ...]) -> None:
+    """Profiles with large gradients and values, where waits for links decide, on unlike servers of 8 and 4 devices."""
+    network = LinkNetwork(load_topology(find_cluster_file("rtx3090_v100")))
+    num_replicas = 12 // num_stages
+    setting = MappingSetting(
+        cost=CostModel(load_profile(PROFILES / f"{name}.json")),
+        network=network,
+        num_stages=num_stages,
+        num_replicas=num_replicas,
+        num_microbatches=48,
+        equal_shares=True,
+    )
+    best_s = math.inf
+    for placement in placements(network.topology, num_stages, num_replicas).values():
+        objective = Objective(setting.pipelines(with_rank_0_last(placement), (48 // num_replicas,) * num_replicas))
+        for chosen in combinations(cuts, num_stages - 1):
+            if objective.step_s(chosen, setting.depths) < best_s:
+                best_s = min(best_s, objective.predicted_s(chosen, setting.depths))
+    assert choose_mapping(setting).step_s <= best_s * SAME
