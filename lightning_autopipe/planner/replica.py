@@ -108,13 +108,11 @@ class ReplicaPrices:
 def pipeline_bound_s(
     stages: Sequence[tuple[float, float]], crossings: Sequence[float], depths: Depths, num_microbatches: int
 ) -> float:
-    """What 1F1B takes at least: the longest of some paths that a step has on every stage.
+    """What 1F1B takes at least: the longest of some paths that a step has through every stage.
 
-    - Micro-batch 0 goes through all stages and back. Before its backward ends here, w + 1 forwards can have run;
-      the others, and M - 1 backwards, follow.
-    - The stage computes all the time between the first forward's arrival and the last backward's leaving.
-    - Forward k + w + 1 begins after backward k, and between a forward and its backward lies the way to the last
-      stage and back: M / (w + 1) such round trips.
+    All begin with micro-batch 0 and end with the last one, between here and stage 0. In between the stage computes all
+    the time, or waits for the way of one micro-batch to the last stage and back, k times: with a depth of w there are
+    w forwards less and w backwards less to run on each way but the first, on which one kind of them is less.
 
     Args:
         stages: seconds of forward and backward of one micro-batch.
@@ -122,19 +120,27 @@ def pipeline_bound_s(
         depths: of the warm-up.
         num_microbatches: M.
     """
-    total = round_trip = sum(forward + backward for forward, backward in stages) + sum(crossings)
+    behind = sum(forward + backward for forward, backward in stages) + sum(crossings)
     before = bound = 0.0
-    rest = num_microbatches - 1
     for (forward, backward), depth, crossing in zip(stages, depths, (*crossings, 0.0), strict=True):
-        num_rounds, num_more = divmod(rest, depth + 1)
-        bound = max(
-            bound,
-            total + rest * backward + max(0, rest - depth) * forward,
-            before + (rest + 1) * (forward + backward),
-            before + num_more * forward + (num_rounds + 1) * round_trip,
-        )
-        before += forward + backward + crossing
-        round_trip -= forward + backward + crossing
+        both = forward + backward
+        behind -= both  # the way to the last stage and back
+        longest = num_microbatches * both
+        num_overlapped = min(depth, num_microbatches - 1)
+        once = longest - num_overlapped * (backward if forward > backward else forward) + behind
+        if once > longest:
+            longest = once
+        most_ways = (num_microbatches - 1) // (depth + 1) + 1
+        if most_ways > 1:
+            # Linear in the number of ways: the most is at one of both ends.
+            longest = max(
+                longest,
+                (num_microbatches - depth) * both + 2 * behind,
+                (num_microbatches - (most_ways - 1) * depth) * both + most_ways * behind,
+            )
+        bound = max(bound, before + longest)
+        before += both + crossing
+        behind -= crossing
     return bound
 
 
