@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.records import Layer
@@ -35,8 +35,6 @@ class LayerFindings:
     """Of the whole step."""
     optimizer: Mapping[int, OptimizerCost] | None = None
     """By layer; None where no optimizer was tried."""
-    least_s: float = field(default=0.0, compare=False)
-    """Seconds that measuring so takes at the least."""
 
     def measurements(self) -> tuple[LayerMeasurement, ...]:
         """Those of all layers, in the order of the step."""
@@ -57,8 +55,7 @@ def join_findings(findings: Sequence[LayerFindings]) -> LayerFindings:
     costs: dict[int, OptimizerCost] | None = {}
     for of_member in findings:
         costs = None if costs is None or of_member.optimizer is None else {**costs, **of_member.optimizer}
-    least_s = max(of_member.least_s for of_member in findings)
-    return replace(first, layers=layers, optimizer=costs, least_s=least_s)
+    return replace(first, layers=layers, optimizer=costs)
 
 
 def crossing_values(

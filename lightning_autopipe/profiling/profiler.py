@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,39 +47,9 @@ def measure_layers(
     device: torch.device,
     budget_s: float = DEFAULT_BUDGET_S,
 ) -> tuple[LayerMeasurement, ...]:
-    """Measure every layer of a step in this process alone; see `measure_share`.
+    """Measure every layer of a traced step in this process alone, for the micro-batch that it was traced on.
 
-    Raises:
-        ProfilingError: a layer cannot be run by itself.
-    """
-    try:
-        findings = measure_share(trace, table, module, step, args, kwargs, device=device, budget_s=budget_s)
-    except Exception as error:
-        raise ProfilingError(f"the layers of the step cannot be measured one by one: {error!r}") from error
-    return join_findings([findings]).measurements()
-
-
-def measure_share(
-    trace: StepTrace,
-    table: CutTable,
-    module: nn.Module,
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    device: torch.device,
-    budget_s: float = DEFAULT_BUDGET_S,
-    optimizers: Sequence[Optimizer] = (),
-    member_index: int = 0,
-    num_members: int = 1,
-) -> LayerFindings:
-    """Measure this process's share of the layers of a traced step, for the micro-batch that it was traced on.
-
-    A layer runs by itself on random tensors of the shapes that cross into it, again and again in turns with the others,
-    so that caches are as cold as in a real step. Equal layers are measured once. Times are medians after a warm-up.
-    Where a layer has gradients both of what came in and of parameters, its backward is also run as far as the first
-    alone; the rest is the parameters' part. Module, gradients, flags and random state are as before, and nothing is
-    logged. Runs under the caller's grad mode.
+    Module, gradients, flags and random state are as before, and nothing is logged. Runs under the caller's grad mode.
 
     Args:
         trace: of one micro-batch, with its layers.
@@ -90,30 +60,131 @@ def measure_share(
         kwargs: keyword arguments alike.
         device: where to run.
         budget_s: how long to measure, roughly.
-        optimizers: those of the module, whose steps are measured on copies of each layer's parameters.
+
+    Raises:
+        ProfilingError: a layer cannot be run by itself.
+    """
+    try:
+        with unchanged(module, trace.written_parameters):
+            share = LayerShare(trace, table, module, step, args, kwargs, device=device)
+            (found,) = measure_in_turns({0: share}, budget_s).values()
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    if isinstance(found, str):
+        raise ProfilingError(f"the layers of the step cannot be measured one by one: {found}")
+    return join_findings([found]).measurements()
+
+
+class LayerShare:
+    """The layers of a step that this process measures, among those that share the work.
+
+    A layer runs by itself on random tensors of the shapes that cross into it. Equal layers are measured once. Where a
+    layer has gradients both of what came in and of parameters, its backward is also run as far as the first alone; the
+    rest is the parameters' part. Meanwhile the module changes: see `unchanged`.
+
+    Args:
+        trace: of one micro-batch, with its layers.
+        table: its cuts.
+        module: whole, on `device`.
+        step: the traced method.
+        args: the micro-batch and what else the step takes.
+        kwargs: keyword arguments alike.
+        device: where to run.
         member_index: this process's number among those that share the work.
         num_members: how many those are; all trace the same step.
 
     Raises:
         Exception: whatever a layer that cannot be run by itself raises.
     """
-    begin = time.perf_counter()
-    with unchanged(module, trace.written_parameters):
+
+    def __init__(
+        self,
+        trace: StepTrace,
+        table: CutTable,
+        module: nn.Module,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        device: torch.device,
+        member_index: int = 0,
+        num_members: int = 1,
+    ) -> None:
+        begin = time.perf_counter()
         groups = survey_layers(trace, table, module, step, args, kwargs, device=device)
-        shares = share_out(dict(enumerate(group.forward_flops for group in groups)), num_members)
-        mine = [groups[number] for number in shares[member_index]]
         survey_s = time.perf_counter() - begin
-        times = [_GroupTimes(group, device) for group in mine]
-        _measure(times, budget_s)
-    by_layer = {index: taken.measurement() for taken in times for index in taken.group.layers}
-    sent = {index: group.sent for group in groups for index in group.layers}
-    return LayerFindings(
-        num_layers=len(trace.layers),
-        layers=by_layer,
-        values=crossing_values(table, trace.layers, [sent[index] for index in range(len(trace.layers))]),
-        optimizer=_optimizer_costs(trace, module, by_layer, optimizers, device),
-        least_s=survey_s + (_WARM_UP_ROUNDS + _MIN_ROUNDS) * sum(taken.round_s for taken in times),
-    )
+        shares = share_out(dict(enumerate(group.forward_flops for group in groups)), num_members)
+        self._times = [_GroupTimes(groups[number], device) for number in shares[member_index]]
+        sent = {index: group.sent for group in groups for index in group.layers}
+        self._num_layers = len(trace.layers)
+        self._values = crossing_values(table, trace.layers, [sent[index] for index in range(self._num_layers)])
+        for _ in range(_WARM_UP_ROUNDS):
+            self.run_round()
+        self.least_s = survey_s + (_WARM_UP_ROUNDS + _MIN_ROUNDS) * sum(taken.round_s for taken in self._times)
+        """Seconds that all of it takes at the least."""
+        for taken in self._times:
+            taken.forget()
+
+    def run_round(self) -> None:
+        """Run each kind of layer once."""
+        for taken in self._times:
+            taken.run()
+
+    def findings(self) -> LayerFindings:
+        """What was found: medians of all rounds after the warm-up."""
+        by_layer = {index: taken.measurement() for taken in self._times for index in taken.group.layers}
+        return LayerFindings(num_layers=self._num_layers, layers=by_layer, values=self._values)
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients that the rounds have left."""
+        for taken in self._times:
+            taken.group.clear_gradients()
+
+
+def measure_in_turns(shares: Mapping[int, LayerShare], budget_s: float) -> dict[int, LayerFindings | str]:
+    """Run rounds of several shares (of micro-batches of several sizes, say) in turns, until a budget is spent.
+
+    So caches are as cold as in a real step, and what disturbs the process for a while falls on all layers and sizes
+    alike: their ratios, which decide on a plan, move less than the times.
+
+    Returns:
+        What was found of each share, or why it could not be run to the end.
+    """
+    problems: dict[int, str] = {}
+    deadline = time.perf_counter() + budget_s
+    for round_index in range(_MAX_ROUNDS):
+        if round_index >= _MIN_ROUNDS and time.perf_counter() > deadline:
+            break
+        for key, share in shares.items():
+            if key in problems:
+                continue
+            try:
+                share.run_round()
+            except Exception as error:  # another share may still be of use
+                problems[key] = f"{type(error).__name__}: {error}"
+    for share in shares.values():
+        share.clear_gradients()
+    return {key: problems[key] if key in problems else share.findings() for key, share in shares.items()}
+
+
+def optimizer_findings(
+    trace: StepTrace,
+    module: nn.Module,
+    layer_indices: Iterable[int],
+    optimizers: Sequence[Optimizer],
+    device: torch.device,
+) -> dict[int, OptimizerCost] | None:
+    """Measure optimizers' steps on copies of some layers' parameters; one that several use counts in the first of them.
+
+    None where there is no optimizer, or it cannot be tried.
+    """
+    parameters = dict(module.named_parameters())
+    counted: set[str] = set()
+    own: dict[int, list[nn.Parameter]] = {}
+    for index, layer in enumerate(trace.layers):
+        own[index] = [parameters[name] for name in layer.parameters if name not in counted]
+        counted.update(layer.parameters)
+    return optimizer_costs(optimizers, {index: own[index] for index in layer_indices}, device=device)
 
 
 @dataclass(slots=True)
@@ -176,33 +247,3 @@ class _GroupTimes:
         group.runner.backward(output, gradients, backward, inputs=inputs)
         self.forward_s.append(forward.elapsed_s())
         backward_s.append(backward.elapsed_s() if group.root_specs else 0.0)
-
-
-def _measure(times: Sequence[_GroupTimes], budget_s: float) -> None:
-    deadline = time.perf_counter() + budget_s
-    for round_index in range(_WARM_UP_ROUNDS + _MAX_ROUNDS):
-        if round_index >= _WARM_UP_ROUNDS + _MIN_ROUNDS and time.perf_counter() > deadline:
-            break
-        for taken in times:
-            if round_index == _WARM_UP_ROUNDS:
-                taken.forget()
-            taken.run()
-    for taken in times:
-        taken.group.clear_gradients()
-
-
-def _optimizer_costs(
-    trace: StepTrace,
-    module: nn.Module,
-    layer_indices: Mapping[int, Any],
-    optimizers: Sequence[Optimizer],
-    device: torch.device,
-) -> dict[int, OptimizerCost] | None:
-    """By layer; a parameter that several use counts in the first of them."""
-    parameters = dict(module.named_parameters())
-    counted: set[str] = set()
-    own: dict[int, list[nn.Parameter]] = {}
-    for index, layer in enumerate(trace.layers):
-        own[index] = [parameters[name] for name in layer.parameters if name not in counted]
-        counted.update(layer.parameters)
-    return optimizer_costs(optimizers, {index: own[index] for index in layer_indices}, device=device)

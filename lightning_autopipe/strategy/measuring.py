@@ -8,7 +8,7 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,22 +20,19 @@ from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.profiling import (
     DEFAULT_BUDGET_S,
     LayerFindings,
+    LayerShare,
     ProfilingError,
     align_layers,
     join_findings,
-    measure_share,
+    measure_in_turns,
     on_device,
+    optimizer_findings,
+    unchanged,
 )
 from lightning_autopipe.profiling.assembly import assembled_profile
 from lightning_autopipe.profiling.cache import ProfileCache, cache_folder
 from lightning_autopipe.profiling.sizes import affordable_splits, other_splits
-from lightning_autopipe.profiling.step_key import (
-    compute_dtype,
-    leaf_shapes,
-    optimizer_key,
-    precision_key,
-    step_digest,
-)
+from lightning_autopipe.profiling.step_key import compute_dtype, measurement_key
 from lightning_autopipe.runtime.batch import microbatch_sizes
 from lightning_autopipe.runtime.pipeline import MicrobatchCapture, Pipeline
 from lightning_autopipe.strategy.communicator import Communicator
@@ -43,7 +40,7 @@ from lightning_autopipe.strategy.communicator import Communicator
 OTHER_SIZES_FACTOR = 2.0
 """How much longer than the size in use all other sizes together may be measured."""
 
-_OTHER_SIZE_BUDGET_S = DEFAULT_BUDGET_S / 4
+_CANNOT = "the layers of the step cannot be measured one by one"
 
 _log = logging.getLogger(__name__)
 
@@ -144,10 +141,22 @@ class _Measuring:
         def begin() -> _Member:
             nonlocal splits, size_in_use
             captures.append(self._capture(self._num_microbatches))
-            batch_size, least = self._batch_size(), self._pipeline.min_samples
+            batch_size = self._pipeline.batch_size(self._step_name, self._args, self._kwargs)
+            least = self._pipeline.min_samples
             size_in_use = microbatch_sizes(batch_size, self._num_microbatches, min_samples=least)[0]
             splits = other_splits(batch_size, self._num_microbatches, min_samples=least, sizes=sizes)
-            key.update(self._key(captures[0], [size_in_use, *splits]))
+            key.update(
+                measurement_key(
+                    captures[0].trace,
+                    self._pipeline.module,
+                    fingerprint=self._pipeline.module_fingerprint,
+                    layer_names=[self._step_name, *map(str, captures[0].layer_keys)],
+                    arguments=(self._args, self._kwargs),
+                    sizes=[size_in_use, *splits],
+                    optimizers=self._optimizers,
+                    device=self._pipeline.device,
+                )
+            )
             self._own_model = device_model(self._pipeline.device)
             return _Member(
                 global_rank=self._communicator.global_rank,
@@ -165,22 +174,7 @@ class _Measuring:
         if known is not None:
             return known
         with contextlib.ExitStack() as stack:
-
-            def first() -> LayerFindings:
-                stack.enter_context(self._pipeline.silent())
-                stack.enter_context(on_device(self._pipeline.module, self._pipeline.device))
-                return self._measure(captures[0], DEFAULT_BUDGET_S, self._optimizers)
-
-            findings: dict[int, Mapping[str, LayerFindings]] = {size_in_use: self._shared(first)}
-            least_s = max(found.least_s for found in findings[size_in_use].values())
-            budget_s = OTHER_SIZES_FACTOR * max(DEFAULT_BUDGET_S, least_s)
-            chosen, left_out = affordable_splits(splits, least_s=least_s, size_in_use=size_in_use, budget_s=budget_s)
-            for size in left_out:
-                _log.info("micro-batches of %d samples are not measured: that would take too long", size)
-            for size, number in chosen.items():
-                found = self._measure_other(size, number)
-                if found is not None:
-                    findings[size] = found
+            findings = self._findings(captures[0], size_in_use, splits, stack)
         measured = assembled_profile(
             self._profile,
             findings,
@@ -192,30 +186,77 @@ class _Measuring:
             cache.save(key, measured)
         return measured
 
-    def _measure_other(self, size: int, number: int) -> Mapping[str, LayerFindings] | None:
-        """What is found at another size; None, on every rank alike, where it cannot be run."""
-        try:
-            return self._shared(lambda: self._measure(self._capture(number), _OTHER_SIZE_BUDGET_S, ()))
-        except ProfilingError as error:
-            _log.info("micro-batches of %d samples are left out of the profile: %s", size, error)
-            if self._pipeline.device.type == "cuda":
-                gc.collect()
-                torch.cuda.empty_cache()
-            return None
+    def _findings(
+        self, capture: MicrobatchCapture, size_in_use: int, splits: Mapping[int, int], stack: contextlib.ExitStack
+    ) -> dict[int, dict[str, LayerFindings]]:
+        """What all ranks find together, by size and device model."""
+        shares: dict[int, LayerShare] = {}
 
-    def _capture(self, num_microbatches: int) -> MicrobatchCapture:
-        with self._pipeline.silent():
-            capture = self._pipeline.capture_microbatch(self._step_name, self._args, self._kwargs, num_microbatches)
-            capture.trace.layers = align_layers(capture.trace, capture.table, capture.layer_keys)
-        return capture
+        def begin() -> float:
+            stack.enter_context(self._pipeline.silent())
+            stack.enter_context(on_device(self._pipeline.module, self._pipeline.device))
+            stack.enter_context(unchanged(self._pipeline.module, capture.trace.written_parameters))
+            shares[size_in_use] = self._share(capture)
+            return shares[size_in_use].least_s
 
-    def _batch_size(self) -> int:
-        return self._pipeline.batch_size(self._step_name, self._args, self._kwargs)
+        least_s = max(self._together(begin))
+        budget_s = OTHER_SIZES_FACTOR * max(DEFAULT_BUDGET_S, least_s)
+        chosen, left_out = affordable_splits(splits, least_s=least_s, size_in_use=size_in_use, budget_s=budget_s)
+        for size in left_out:
+            self._note_left_out(size, "that would take too long")
+        for size, number in chosen.items():
 
-    def _measure(self, capture: MicrobatchCapture, budget_s: float, optimizers: Sequence[Optimizer]) -> LayerFindings:
+            def begin_other(size: int = size, number: int = number) -> None:
+                shares[size] = self._share(self._capture(number))
+
+            problem = ""
+            try:
+                self._together(begin_other)
+            except ProfilingError as error:
+                problem = str(error)  # alone: the error holds on to tensors
+            if problem:
+                shares.pop(size, None)
+                self._note_left_out(size, problem)
+
+        def measure() -> dict[int, LayerFindings | str]:
+            found = measure_in_turns(shares, DEFAULT_BUDGET_S * (OTHER_SIZES_FACTOR if len(shares) > 1 else 1))
+            in_use = found[size_in_use]
+            if isinstance(in_use, LayerFindings):
+                module, device = self._pipeline.module, self._pipeline.device
+                costs = optimizer_findings(capture.trace, module, in_use.layers, self._optimizers, device)
+                found[size_in_use] = replace(in_use, optimizer=costs)
+            return found
+
+        told = self._together(measure)
+        findings: dict[int, dict[str, LayerFindings]] = {}
+        for size in shares:
+            of_ranks = [of_rank[size] for of_rank in told]
+            problems = [found for found in of_ranks if isinstance(found, str)]
+            if not problems:
+                findings[size] = self._by_model([found for found in of_ranks if isinstance(found, LayerFindings)])
+            elif size == size_in_use:
+                raise ProfilingError(f"{_CANNOT}: {problems[0]}")
+            else:
+                self._note_left_out(size, problems[0])
+        return findings
+
+    def _note_left_out(self, size: int, problem: str) -> None:
+        _log.info("micro-batches of %d samples are left out of the profile: %s", size, problem)
+        if self._pipeline.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _by_model(self, found: Sequence[LayerFindings]) -> dict[str, LayerFindings]:
+        """What the ranks of each device model have found together."""
+        by_model: dict[str, list[LayerFindings]] = {}
+        for member, findings in zip(self._members, found, strict=True):
+            by_model.setdefault(member.device_model, []).append(findings)
+        return {model: join_findings(findings) for model, findings in by_model.items()}
+
+    def _share(self, capture: MicrobatchCapture) -> LayerShare:
         module = self._pipeline.module
         members = [m.global_rank for m in self._members if m.device_model == self._own_model]
-        return measure_share(
+        return LayerShare(
             capture.trace,
             capture.table,
             module,
@@ -223,19 +264,15 @@ class _Measuring:
             capture.args,
             capture.kwargs,
             device=self._pipeline.device,
-            budget_s=budget_s,
-            optimizers=optimizers,
             member_index=members.index(self._communicator.global_rank),
             num_members=len(members),
         )
 
-    def _shared(self, work: Callable[[], LayerFindings]) -> dict[str, LayerFindings]:
-        """What the ranks of each device model find together."""
-        told = self._together(work)
-        by_model: dict[str, list[LayerFindings]] = {}
-        for member, findings in zip(self._members, told, strict=True):
-            by_model.setdefault(member.device_model, []).append(findings)
-        return {model: join_findings(findings) for model, findings in by_model.items()}
+    def _capture(self, num_microbatches: int) -> MicrobatchCapture:
+        with self._pipeline.silent():
+            capture = self._pipeline.capture_microbatch(self._step_name, self._args, self._kwargs, num_microbatches)
+            capture.trace.layers = align_layers(capture.trace, capture.table, capture.layer_keys)
+        return capture
 
     def _together(self, work: Callable[[], T]) -> list[T]:
         """What every rank's work gives, on all of them.
@@ -254,21 +291,8 @@ class _Measuring:
         of_ranks = [of_rank for of_pipeline in told for of_rank in of_pipeline]
         problems = [problem for problem, _ in of_ranks if problem]
         if problems:
-            raise ProfilingError(f"the layers of the step cannot be measured one by one: {problems[0]}") from cause
+            raise ProfilingError(f"{_CANNOT}: {problems[0]}") from cause
         return [found for _, found in of_ranks]
-
-    def _key(self, capture: MicrobatchCapture, sizes: Sequence[int]) -> dict[str, Any]:
-        pipeline = self._pipeline
-        return {
-            "module": pipeline.module_fingerprint,
-            "step": self._step_name,
-            "operations": step_digest(capture.trace, pipeline.module, [str(key) for key in capture.layer_keys]),
-            "batch": leaf_shapes((self._args, self._kwargs)),
-            "microbatch_sizes": list(sizes),
-            "precision": precision_key(pipeline.device),
-            "optimizers": optimizer_key(self._optimizers),
-            "torch": torch.__version__,
-        }
 
 
 def device_model(device: torch.device) -> str:

@@ -10,7 +10,14 @@ from torch import nn
 
 from lightning_autopipe.capture.records import CutKey
 from lightning_autopipe.core import LayerMeasurement
-from lightning_autopipe.profiling import LayerFindings, align_layers, measure_layers, measure_share
+from lightning_autopipe.profiling import (
+    LayerFindings,
+    LayerShare,
+    align_layers,
+    measure_in_turns,
+    measure_layers,
+    unchanged,
+)
 from tests.capture.support import Traced, traced
 from tests.profiling.models import features
 
@@ -31,8 +38,11 @@ def share(module: nn.Module, *, batch: Any = None, cuts: Sequence[str] = (), **o
     """Measure a member's share of the layers, alike."""
     batch = features() if batch is None else batch
     found = cut(module, batch, cuts)
-    options = {"device": CPU, "budget_s": 0.0, **options}
-    return measure_share(found.trace, found.table, module, module.training_step, (batch, 0), {}, **options)
+    with unchanged(module, found.trace.written_parameters):
+        own = LayerShare(found.trace, found.table, module, module.training_step, (batch, 0), {}, device=CPU, **options)
+        measured = measure_in_turns({1: own}, 0.0)[1]
+    assert not isinstance(measured, str), measured
+    return measured
 
 
 def cut(module: nn.Module, batch: Any, cuts: Sequence[str]) -> Traced:

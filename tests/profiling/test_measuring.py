@@ -6,6 +6,7 @@ import copy
 import hashlib
 import pickle
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_autopipe.core import LayerMeasurement
 from lightning_autopipe.profiling import ProfilingError, join_findings, optimizer_state_ratio, profiler
+from lightning_autopipe.profiling.findings import OptimizerCost
 from lightning_autopipe.profiling.groups import share_out
 from lightning_autopipe.profiling.layer_replay import LayerRunner
 from tests.profiling.models import LOGGED, WIDTH, Restless, Scale, Stack, features
@@ -121,15 +123,16 @@ def test_layers_with_other_constants_are_measured_apart(runs: dict[int, int]) ->
 
 def test_members_share_the_work_and_end_with_the_same(runs: dict[int, int]) -> None:
     module = Stack(Scale(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1)]
-    shares = [share(module, member_index=m, num_members=3, optimizers=optimizers) for m in range(3)]
+    shares = [share(module, member_index=m, num_members=3) for m in range(3)]
     indices = [index for found in shares for index in found.layers]
     assert sorted(indices) == list(range(shares[0].num_layers))
-    assert all(set(found.layers) == set(found.optimizer or ()) for found in shares)
     joined = join_findings(shares)
     assert joined == join_findings(shares[::-1])
     assert all(isinstance(one, LayerMeasurement) for one in joined.measurements())
-    assert set(joined.optimizer or ()) == set(indices)
+    cost = OptimizerCost(seconds=1.0, num_bytes=1)
+    tried = [replace(found, optimizer=dict.fromkeys(found.layers, cost)) for found in shares]
+    assert set(join_findings(tried).optimizer or ()) == set(indices)
+    assert join_findings([*tried[:2], shares[2]]).optimizer is None  # it could not be tried everywhere
 
 
 def test_shares_of_unlike_steps_are_refused() -> None:

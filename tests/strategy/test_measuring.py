@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_autopipe.core import LayerMeasurement, LayerProfile, ModelProfile
 from lightning_autopipe.core.layout import ParallelLayout
-from lightning_autopipe.profiling import ProfilingError
+from lightning_autopipe.profiling import LayerShare, ProfilingError
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.strategy import measuring
@@ -102,13 +102,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes that were measured, in this order."""
     found: list[int] = []
-    original = measuring.measure_share
 
-    def measure_share(trace: Any, table: Any, module: Any, step: Any, args: Any, *rest: Any, **options: Any) -> Any:
-        found.append(len(args[0]))
-        return original(trace, table, module, step, args, *rest, **options)
+    class NotedShare(LayerShare):
+        def __init__(
+            self, trace: Any, table: Any, module: Any, step: Any, args: Any, *rest: Any, **options: Any
+        ) -> None:
+            found.append(len(args[0]))
+            super().__init__(trace, table, module, step, args, *rest, **options)
 
-    monkeypatch.setattr(measuring, "measure_share", measure_share)
+    monkeypatch.setattr(measuring, "LayerShare", NotedShare)
     return found
 
 
@@ -124,11 +126,11 @@ def test_both_ranks_measurements_make_the_profile() -> None:
     def other(index: int, message: Any) -> Any:
         if is_member(message):
             return as_rank(1, message)
-        found = message[1]
-        if found is None:
+        if not isinstance(message[1], dict):
             return message
+        (found,) = message[1].values()
         missing = set(range(found.num_layers)) - set(found.layers)
-        return "", replace(found, layers=dict.fromkeys(missing, THEIRS))
+        return "", {2: replace(found, layers=dict.fromkeys(missing, THEIRS))}
 
     ranks = OtherRanks(other)
     measured = measure(pipeline, profile, ranks)
@@ -137,7 +139,7 @@ def test_both_ranks_measurements_make_the_profile() -> None:
     assert 7 in sent
     assert set(sent) <= {7, 2 * 8 * 4, 0}  # two of four samples, or the end of the step
     assert len(set(sent)) > 1
-    assert len(ranks.told) == 3  # who they are, what the first rank has on disk, what they found
+    assert len(ranks.told) == 4  # who they are, what the first rank has on disk, that they can begin, what they found
     assert [(table.microbatch_size, len(table.forward_s)) for table in measured.times] == [(2, measured.num_layers)]
     assert measured.microbatch_size == 2
     assert pipeline.num_microbatches == 1
@@ -151,11 +153,11 @@ def test_each_device_model_has_times_of_its_own() -> None:
     def other(index: int, message: Any) -> Any:
         if is_member(message):
             return as_rank(1, message, device_model="another")
-        found = message[1]
-        if found is None:
+        if not isinstance(message[1], dict):
             return message
+        (found,) = message[1].values()
         assert len(found.layers) == found.num_layers  # nobody shares the work
-        return "", replace(found, layers=dict.fromkeys(found.layers, THEIRS))
+        return "", {2: replace(found, layers=dict.fromkeys(found.layers, THEIRS))}
 
     measured = measure(pipeline, profile, OtherRanks(other))
     own, theirs = measured.times
@@ -185,7 +187,7 @@ def test_a_rank_that_fails_before_it_measures_tells_the_others(may_fail: bool) -
     assert ranks.told == [("MemoryError: no room", None)]
 
 
-@pytest.mark.parametrize("when", [0, 1, 2])
+@pytest.mark.parametrize("when", [0, 1, 2, 3])
 def test_when_another_rank_fails_all_count_operations(when: int) -> None:
     pipeline = a_pipeline(Net())
     profile = pipeline.profile(STEP, BATCH, {})
@@ -226,20 +228,36 @@ def test_sizes_can_be_named(measured_sizes: list[int]) -> None:
     assert measured_sizes == [4, 8]
 
 
+@pytest.mark.parametrize("when", ["__init__", "run_round"])
 def test_a_size_that_cannot_be_run_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    original = measuring.measure_share
+    class SmallShare(LayerShare):
+        size = 0
+        is_warm = False
 
-    def measure_share(trace: Any, table: Any, module: Any, step: Any, args: Any, *rest: Any, **options: Any) -> Any:
-        if len(args[0]) == 8:
-            raise torch.OutOfMemoryError("8 samples are too many")
-        return original(trace, table, module, step, args, *rest, **options)
+        def __init__(
+            self, trace: Any, table: Any, module: Any, step: Any, args: Any, *rest: Any, **options: Any
+        ) -> None:
+            self.size = len(args[0])
+            self.refuse_at("__init__")
+            super().__init__(trace, table, module, step, args, *rest, **options)
+            self.is_warm = True
 
-    monkeypatch.setattr(measuring, "measure_share", measure_share)
+        def run_round(self) -> None:
+            if self.is_warm:
+                self.refuse_at("run_round")
+            super().run_round()
+
+        def refuse_at(self, place: str) -> None:
+            if place == when and self.size == 8:
+                raise torch.OutOfMemoryError("8 samples are too many")
+
+    monkeypatch.setattr(measuring, "LayerShare", SmallShare)
     with caplog.at_level("INFO", logger=measuring.__name__):
         measured = profiled(sizes=[8, 2])
     assert [table.microbatch_size for table in measured.times] == [2, 4]
+    assert "8 samples are left out of the profile" in caplog.text
     assert "8 samples are too many" in caplog.text
 
 
