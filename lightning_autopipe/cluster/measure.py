@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from lightning_autopipe.cluster.flows import (
     MESSAGE_BYTES,
-    FlowTime,
     MeasuredRound,
     Round,
     fit_flow,
@@ -63,7 +62,7 @@ def measure_links(
         # What the slowest clock says decides for all, so that nobody waits for a round that others leave out.
         if measured and meter.agree(time.monotonic() - began, f"the start of round {each.name!r}") > budget_s:
             break
-        measured.append(MeasuredRound(round=each, times=meter.run(each)))
+        measured.append(meter.run(each))
     return tuple(measured)
 
 
@@ -79,21 +78,28 @@ class _Meter:
         self._message_bytes = message_bytes
         self._own = dist.get_rank()
 
-    def run(self, each: Round) -> tuple[FlowTime, ...]:
-        """Times of a round's flows."""
+    def run(self, each: Round) -> MeasuredRound:
+        """A round and how fast its flows were."""
         where = f"round {each.name!r} ({', '.join(map(str, each.flows))})"
         seconds: list[dict[int, list[float]]] = [{} for _ in each.flows]
+        last_s: dict[int, list[float]] = {}
         for num_bytes in self._message_bytes:
             self._burst(each, num_bytes, where)  # connections open, buffers are touched
             for _ in range(_NUM_REPEATS):
-                for flow_index, flow_s in enumerate(self._burst(each, num_bytes, where)):
+                burst_s = self._burst(each, num_bytes, where)
+                last_s.setdefault(num_bytes, []).append(max(burst_s))
+                for flow_index, flow_s in enumerate(burst_s):
                     seconds[flow_index].setdefault(num_bytes, []).append(flow_s)
             slowest_s = max(median(times[num_bytes]) for times in seconds)
             following = [size for size in self._message_bytes if size > num_bytes]
             if following and slowest_s * following[0] / num_bytes * (_NUM_REPEATS + 1) > _SIZE_LIMIT_S:
                 break
         round_trip_s = self._round_trip(each, where) if len(each.flows) == 1 else None
-        return tuple(fit_flow(times, round_trip_s=round_trip_s) for times in seconds)
+        return MeasuredRound(
+            round=each,
+            times=tuple(fit_flow(times, round_trip_s=round_trip_s) for times in seconds),
+            together_bytes_per_s=len(each.flows) * fit_flow(last_s).bandwidth_bytes_per_s,
+        )
 
     def agree(self, value: float, where: str) -> float:
         """The largest of all ranks' values."""

@@ -133,8 +133,9 @@ def _network(
 def _together(measured: Iterable[MeasuredRound], senders: Container[int], receivers: Container[int]) -> list[float]:
     """What all flows from some ranks to others got together in each round that has any, in bytes per second.
 
-    All begin at once with equal sizes: when the i-th of them is through, i messages have passed. Their own bandwidths
-    say too much where they take turns: two then get all of the link and half of it.
+    Where flows take turns, and other ones are first each time, none has its time from the same turn as the others: only
+    that of the last one says how much passed. Of a part of a round's flows there is no such time. They begin at once
+    with equal sizes: when the i-th of them is through, i messages have passed.
     """
     found = []
     for each in measured:
@@ -143,7 +144,9 @@ def _together(measured: Iterable[MeasuredRound], senders: Container[int], receiv
             for flow, time in zip(each.round.flows, each.times, strict=True)
             if flow.sender in senders and flow.receiver in receivers
         )
-        if bandwidths:
+        if bandwidths and len(bandwidths) == len(each.times) and each.together_bytes_per_s is not None:
+            found.append(each.together_bytes_per_s)
+        elif bandwidths:
             found.append(max(place * bandwidth for place, bandwidth in enumerate(reversed(bandwidths), start=1)))
     return found
 

@@ -40,6 +40,7 @@ def test_every_rank_gets_the_same_times_of_every_round() -> None:
     for each in results[0]:
         assert len(each.times) == len(each.round.flows)
         assert all(time.bandwidth_bytes_per_s > 0 and time.latency_s >= 0 for time in each.times), each
+        assert (each.together_bytes_per_s or 0) > 0
         if each.round.name == "alone":
             assert each.times[0].latency_s > 0
 
