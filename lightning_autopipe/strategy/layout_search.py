@@ -20,11 +20,10 @@ from lightning_autopipe.planner import CostModel, SearchSpace, plan_of, search
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.sizes import MICROBATCHES_PER_STAGE
 from lightning_autopipe.profiling import ProfilingError
-from lightning_autopipe.runtime.pipeline import Pipeline
-from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
-from lightning_autopipe.strategy.planning import first_training_arguments
+from lightning_autopipe.strategy.planning import first_training_arguments, warn_of_batch_norm
+from lightning_autopipe.strategy.session import TRAINING_STEP, PipelineSession
 
 
 def leaves_something_open(options: StrategyOptions, *, world_size: int, num_nodes: int) -> bool:
@@ -72,8 +71,65 @@ def training_sample(trainer: pl.Trainer) -> tuple[Any, ...] | None:
         return first_training_arguments(trainer)
 
 
+def search_plan(
+    session: PipelineSession, args: tuple[Any, ...], topology: ClusterTopology, devices: ClusterTopology
+) -> tuple[PipelinePlan | None, str]:
+    """Searches a plan for a fit. Collective over all ranks; the module stays as it is.
+
+    Global rank 0 searches, and tells the others. The session's profile is that of the search afterwards.
+
+    Args:
+        session: Of the module, for any layout.
+        args: What ``training_step`` is called with, with a whole batch of one replica.
+        topology: What is planned for.
+        devices: What there is, which the plan is to be checked against when it is used again.
+
+    Returns:
+        The plan; or None and why: the step cannot be traced, its layers cannot be measured, or nothing seems to fit
+        the memory.
+    """
+    communicator = session.communicator
+    args = communicator.broadcast_in_world(args)
+    with session.planning(TRAINING_STEP):
+        traced: _TracedBatch | None = None
+        problem = ""
+        try:
+            traced = _trace(session, args)
+        except Exception as error:  # of the user's code, too: the first batch is planned later, with all hooks run
+            problem = _why_not(error)
+        problem = next(filter(None, communicator.gather_in_world(problem)), "")
+        if problem or traced is None:
+            return None, problem
+        try:
+            session.current_profile = measured_profile(
+                session.pipeline,
+                traced.profile,
+                communicator,
+                step_name=TRAINING_STEP,
+                args=args,
+                kwargs={},
+                num_microbatches=traced.num_microbatches,
+                may_fail=False,
+                sizes=None if session.options.num_microbatches == "auto" else (),
+            )
+        except ProfilingError as error:  # the first batch is planned by counted operations then
+            return None, _why_not(error)
+        text = ""
+        if communicator.global_rank == 0:
+            try:
+                text = _search(session, traced, topology, devices).to_json()
+            except ConfigurationError as error:
+                problem = str(error)
+        text, problem = communicator.broadcast_in_world((text, problem))
+    plan = PipelinePlan.from_json(text) if text else None
+    is_chosen = session.options.num_microbatches == "auto" and session.options.deferred_batch_norm is not True
+    if plan is not None and is_chosen and plan.num_microbatches > 1 and communicator.global_rank == 0:
+        warn_of_batch_norm(session.module, plan.num_microbatches)
+    return plan, problem
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedBatch:
+class _TracedBatch:
     """A training step on one replica's batch, as far as a rank can tell it alone."""
 
     profile: ModelProfile
@@ -82,101 +138,41 @@ class TracedBatch:
     """To begin with."""
 
 
-def trace_batch(
-    pipeline: Pipeline, options: StrategyOptions, *, step_name: str, args: tuple[Any, ...], world_size: int
-) -> TracedBatch:
-    """Traces the step, and finds out how its batch is split.
-
-    Raises:
-        AutoPipeError: the step cannot be traced, cut or split.
-    """
-    fewest = options.num_stages if isinstance(options.num_stages, int) else 1
-    profile = pipeline.profile(step_name, args, {}, cut_after=options.cut_after or (), min_stages=fewest)
-    batch_size = pipeline.batch_size(step_name, args, {})
-    most = max(1, batch_size // pipeline.min_samples)
-    stages = options.num_stages if isinstance(options.num_stages, int) else min(world_size, profile.num_layers)
+def _trace(session: PipelineSession, args: tuple[Any, ...]) -> _TracedBatch:
+    """Traces the step, and finds out how its batch is split."""
+    pipeline, options = session.pipeline, session.options
+    num_stages = options.num_stages if isinstance(options.num_stages, int) else None
+    profile = pipeline.profile(TRAINING_STEP, args, {}, cut_after=options.cut_after or (), min_stages=num_stages or 1)
+    batch_size = pipeline.batch_size(TRAINING_STEP, args, {})
+    stages = num_stages or min(session.communicator.layout.world_size, profile.num_layers)
     wanted = MICROBATCHES_PER_STAGE * stages if options.num_microbatches == "auto" else options.num_microbatches
-    number = min(wanted, most)
-    pipeline.split_into(step_name, args, {}, number)
-    return TracedBatch(profile=profile, batch_size=batch_size, num_microbatches=number)
-
-
-def search_plan(
-    pipeline: Pipeline,
-    options: StrategyOptions,
-    communicator: Communicator,
-    traced: TracedBatch,
-    topology: ClusterTopology,
-    devices: ClusterTopology,
-    *,
-    step_name: str,
-    args: tuple[Any, ...],
-) -> tuple[PipelinePlan | None, str]:
-    """Measures the layers and searches, on global rank 0; the same on all ranks. Collective.
-
-    Args:
-        pipeline: Of the whole module, traced.
-        options: What the user set.
-        communicator: This rank's groups.
-        traced: Of the step.
-        topology: What is planned for.
-        devices: What there is, for the plan's own check.
-        step_name: The step.
-        args: What it is called with: one whole batch, the same on all ranks.
-
-    Returns:
-        The plan; or None and why: layers cannot be measured, or nothing seems to fit the memory.
-    """
-    try:
-        profile = measured_profile(
-            pipeline,
-            traced.profile,
-            communicator,
-            step_name=step_name,
-            args=args,
-            kwargs={},
-            num_microbatches=traced.num_microbatches,
-            may_fail=False,
-            sizes=None if options.num_microbatches == "auto" else (),
-        )
-    except ProfilingError as error:  # the first batch is planned by counted operations then
-        return None, why_not(error)
-    found, problem = "", ""
-    if communicator.global_rank == 0:
-        try:
-            found = _search(pipeline, options, traced, profile, topology, devices).to_json()
-        except ConfigurationError as error:
-            problem = str(error)
-    found, problem = communicator.broadcast_in_world((found, problem))
-    return (PipelinePlan.from_json(found) if found else None), problem
+    number = min(wanted, max(1, batch_size // pipeline.min_samples))
+    pipeline.split_into(TRAINING_STEP, args, {}, number)
+    return _TracedBatch(profile=profile, batch_size=batch_size, num_microbatches=number)
 
 
 def _search(
-    pipeline: Pipeline,
-    options: StrategyOptions,
-    traced: TracedBatch,
-    profile: ModelProfile,
-    topology: ClusterTopology,
-    devices: ClusterTopology,
+    session: PipelineSession, traced: _TracedBatch, topology: ClusterTopology, devices: ClusterTopology
 ) -> PipelinePlan:
-    is_rule = isinstance(options.partition, str)
-    cuts = None if is_rule else options.given_cuts
+    pipeline, options = session.pipeline, session.options
+    assert session.current_profile is not None
     space = SearchSpace(
-        cost=CostModel(profile),
+        cost=CostModel(session.current_profile),
         network=LinkNetwork(topology),
         batch_size=float(traced.batch_size),
         num_stages=options.num_stages,
         num_replicas=options.num_replicas,
         num_microbatches="auto" if options.num_microbatches == "auto" else traced.num_microbatches,
         schedule=options.schedule_name,
-        partition=str(options.partition) if is_rule else "auto",
-        cuts=pipeline.cut_points_after if options.cut_after else cuts,
+        partition=options.partition if isinstance(options.partition, str) else "auto",
+        cuts=pipeline.cut_points_after if options.cut_after else options.given_cuts,
         min_samples=float(pipeline.min_samples),
     )
-    return plan_of(search(space), space, module_fingerprint=pipeline.module_fingerprint, devices=devices.devices)
+    found = search(space)
+    return plan_of(found, space, module_fingerprint=pipeline.module_fingerprint, devices=devices.devices)
 
 
-def why_not(error: Exception) -> str:
+def _why_not(error: Exception) -> str:
     """One line on why nothing was searched."""
     text = str(error).strip().splitlines() or [type(error).__name__]
     return text[0] if isinstance(error, AutoPipeError) else f"{type(error).__name__}: {text[0]}"

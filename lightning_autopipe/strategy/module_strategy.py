@@ -14,22 +14,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
-from lightning_autopipe.core.plan import PipelinePlan
-from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.strategy.checkpoint import load_checked, save_atomically, whole_state_dict
 from lightning_autopipe.strategy.clipping import PipelineClipping
-from lightning_autopipe.strategy.cluster_of_run import MEASURE, discovered_topology, given_topology, links_measured
-from lightning_autopipe.strategy.layout_search import leaves_something_open, leaving_no_trace, training_sample
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
-from lightning_autopipe.strategy.loader import PipelineLoader
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.placement import fill_placeholders, is_whole
-from lightning_autopipe.strategy.planning import in_training_mode
+from lightning_autopipe.strategy.planning_strategy import PlanningStrategy
 from lightning_autopipe.strategy.predictions import unsilence_writers
-from lightning_autopipe.strategy.process_strategy import ProcessStrategy
 from lightning_autopipe.strategy.random_state import (
     RANDOM_STATE,
     default_sampler_seed,
@@ -37,64 +30,23 @@ from lightning_autopipe.strategy.random_state import (
     resume_generators,
 )
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
-from lightning_autopipe.strategy.session import TRAINING_STEP, PipelineSession
+from lightning_autopipe.strategy.session import TRAINING_STEP
 from lightning_autopipe.strategy.termination import SharedTermination
 
 
-class ModuleStrategy(ProcessStrategy):
+class ModuleStrategy(PlanningStrategy):
     """Setup and teardown of a run, gradients, optimizers and checkpoints."""
 
     def __init__(self, options: StrategyOptions, **components: Any) -> None:
         super().__init__(options, **components)
-        self._session: PipelineSession | None = None
         self._patches: LightningPatches | None = None
         self._termination: SharedTermination | None = None
         self._clipping: PipelineClipping | None = None
-        self._loaders: list[PipelineLoader] = []
         self._is_accumulating = False
         self._resumed_random_state: Mapping[str, Any] | None = None
         """Of the checkpoint, until the training data are first read."""
 
     # Beginning and end of a run -----------------------------------------------
-
-    @property
-    def session(self) -> PipelineSession:
-        """The module as a pipeline."""
-        assert self._session is not None, "setup comes first"
-        return self._session
-
-    @property
-    def plan(self) -> PipelinePlan | None:
-        """The plan that the module runs by; None before the first batch. Save it to use it again."""
-        return None if self._session is None else self._session.current_plan
-
-    @property
-    def profile(self) -> ModelProfile | None:
-        """What the module's layers cost, as the last planning knew it; None before the first batch.
-
-        Save it to plan for other machines.
-        """
-        return None if self._session is None else self._session.current_profile
-
-    @property
-    def trainer(self) -> pl.Trainer:
-        """Whose strategy this is."""
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
-
-    @property
-    def callbacks(self) -> list[pl.Callback]:
-        """The trainer's."""
-        trainer: Any = self.trainer
-        return trainer.callbacks  # type: ignore[no-any-return]
-
-    @property
-    def is_in_step(self) -> bool:
-        return self._session is not None and self._session.is_in_step
-
-    @property
-    def is_silent(self) -> bool:
-        return self._session is not None and self._session.is_silent
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
@@ -133,64 +85,6 @@ class ModuleStrategy(ProcessStrategy):
             self.model = self.precision_plugin.convert_module(module)
         self._choose_plan(module)
         self._session = self._new_session(module)
-
-    def _new_session(self, module: pl.LightningModule) -> PipelineSession:
-        return PipelineSession(
-            module,
-            options=self.options,
-            plan=self.plan_to_run,
-            communicator=self.communicator,
-            groups=self._groups,
-            device=self.root_device,
-        )
-
-    # What to run --------------------------------------------------------------
-
-    def _choose_plan(self, module: pl.LightningModule) -> None:
-        """Checks the given plan against the devices, or searches one for a fit. Collective over all ranks."""
-        given = self._given_plan
-        if given is not None:
-            if given.devices:
-                given.require_devices(discovered_topology(self.communicator, self.root_device).devices)
-            return
-        plan: PipelinePlan | None = None
-        is_open = leaves_something_open(self.options, world_size=self.world_size, num_nodes=self.num_nodes)
-        if is_open and self.trainer.state.fn == TrainerFn.FITTING:
-            plan, problem = self._search(module)
-            if problem and self.is_global_zero:
-                rank_zero_warn(
-                    f"nothing was searched ({problem}): defaults are taken, the same layout as for an evaluation"
-                )
-        self._run_by(plan)
-
-    def _search(self, module: pl.LightningModule) -> tuple[PipelinePlan | None, str]:
-        """A plan from a batch that is read ahead, and why there is none. Afterwards all is as before."""
-        trainer, communicator = self.trainer, self.communicator
-        devices = discovered_topology(communicator, self.root_device)
-        topology = self._topology(devices)
-        self._session = self._new_session(module)
-        patches = LightningPatches(trainer, communicator)
-        patches.install()
-        try:
-            with leaving_no_trace(trainer), in_training_mode(trainer):
-                args = training_sample(trainer)
-                if args is None:
-                    return None, "the training data cannot be read ahead: they are a stream, or there are none"
-                with self.precision_plugin.train_step_context():
-                    return self._session.search(args, topology, devices)
-        finally:
-            patches.remove()
-            self._loaders.clear()
-            self._session = None
-
-    def _topology(self, devices: ClusterTopology) -> ClusterTopology:
-        """What a fit is planned for. Collective over all ranks."""
-        cluster = self.options.cluster
-        if cluster not in (None, "auto", MEASURE):
-            return given_topology(cluster, self.world_size)
-        if cluster == MEASURE or len(devices.servers) > 1:
-            return links_measured(devices, self.communicator, self.root_device, timeout_s=self.options.timeout_s)
-        return devices
 
     def _collect_parts(self, module: pl.LightningModule) -> None:
         """Makes a module usable that another strategy object has trained: rank 0 has all of it, others have parts."""

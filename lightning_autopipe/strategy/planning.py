@@ -145,7 +145,7 @@ def plan_pipeline(
         )
         is_chosen = options.num_microbatches != "auto" or options.deferred_batch_norm is True
         if not is_chosen and sizes.num_microbatches > 1 and communicator.global_rank == 0:
-            _warn_of_batch_norm(pipeline.module, sizes.num_microbatches)
+            warn_of_batch_norm(pipeline.module, sizes.num_microbatches)
         pipeline.split_into(step_name, args, kwargs, sizes.num_microbatches)  # says on every rank why it cannot be done
         # With one stage there is nothing to balance, and an evaluation is planned again before a fit.
         is_worth_it = layout.num_stages > 1 and step_name == "training_step"
@@ -282,7 +282,8 @@ def _warn_of_unknown_weight(pipeline: Pipeline) -> None:
         )
 
 
-def _warn_of_batch_norm(module: nn.Module, num_microbatches: int) -> None:
+def warn_of_batch_norm(module: nn.Module, num_microbatches: int) -> None:
+    """Warns where statistics depend on a number of micro-batches that the user did not choose."""
     for name, submodule in module.named_modules():
         if isinstance(submodule, nn.modules.batchnorm._BatchNorm) and submodule.training:
             warnings.warn(

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autopipe.capture.absent import is_absent
-from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
@@ -28,7 +27,6 @@ from lightning_autopipe.strategy.checkpoint import StateGatherer
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.environment import with_ties
 from lightning_autopipe.strategy.gradients import GradientLedger
-from lightning_autopipe.strategy.layout_search import TracedBatch, search_plan, trace_batch, why_not
 from lightning_autopipe.strategy.metrics import SharedMetrics
 from lightning_autopipe.strategy.optimizers import WholeOptimizer
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -79,7 +77,7 @@ class PipelineSession:
         self.optimizers: list[WholeOptimizer] = []
         self._loss_scale = 1.0
         self._gradient_divisor = 1.0
-        self._options = options
+        self.options = options
         self._given_plan = plan
         self._groups = groups
         self._is_in_step = False
@@ -117,46 +115,9 @@ class PipelineSession:
         if self.is_placed:
             self._prune_optimizers()
 
-    def search(
-        self, args: tuple[Any, ...], topology: ClusterTopology, devices: ClusterTopology
-    ) -> tuple[PipelinePlan | None, str]:
-        """Searches a plan for a fit. Collective over all ranks; the module stays as it is.
-
-        Args:
-            args: What ``training_step`` is called with, with a whole batch of one replica.
-            topology: What is planned for.
-            devices: What there is, which the plan is to be checked against when it is used again.
-
-        Returns:
-            The plan, or None and why there is none.
-        """
-        args = self.communicator.broadcast_in_world(args)
-        world_size = self.communicator.layout.world_size
-        with self._planning(TRAINING_STEP):
-            traced: TracedBatch | str
-            try:
-                traced = trace_batch(
-                    self.pipeline, self._options, step_name=TRAINING_STEP, args=args, world_size=world_size
-                )
-            except Exception as error:  # of the user's code, too: the first batch is planned later, with all hooks run
-                traced = why_not(error)
-            outcomes = self.communicator.gather_in_world(traced if isinstance(traced, str) else "")
-            problem = next((outcome for outcome in outcomes if outcome), "")
-            if problem or isinstance(traced, str):
-                return None, problem
-            return search_plan(
-                self.pipeline,
-                self._options,
-                self.communicator,
-                traced,
-                topology,
-                devices,
-                step_name=TRAINING_STEP,
-                args=args,
-            )
-
     @contextlib.contextmanager
-    def _planning(self, step_name: str) -> Iterator[None]:
+    def planning(self, step_name: str) -> Iterator[None]:
+        """A context in which the step may be traced and its parts run, of which nothing counts."""
         self._is_planning = True
         try:
             with self._running(step_name), torch.inference_mode(False):
@@ -167,10 +128,10 @@ class PipelineSession:
     def plan(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plans from a step and one replica's batch. Collective over all ranks."""
         args, kwargs = self.communicator.broadcast_in_world((args, kwargs))
-        with self._planning(step_name):
+        with self.planning(step_name):
             self.current_plan, self.current_profile = plan_pipeline(
                 self.pipeline,
-                self._options,
+                self.options,
                 self._given_plan,
                 self.communicator,
                 step_name=step_name,
@@ -222,7 +183,7 @@ class PipelineSession:
         replicas = None
         if self._groups is not None:
             if stages_by_name:
-                groups = with_ties(self._groups, stages_by_name.values(), self._options.process_group_backend)
+                groups = with_ties(self._groups, stages_by_name.values(), self.options.process_group_backend)
                 self._ties = TiedParameters(stages_by_name, groups)
             if layout.num_replicas > 1:
                 name = f"the replicas of stage {self.communicator.stage_index}"
