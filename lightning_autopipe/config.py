@@ -28,21 +28,25 @@ class AutoPipeConfig:
     _convert_: str = "all"
 
     num_stages: int | str = "auto"
-    """Stages that the module is cut into, each with a process of its own. ``"auto"``: all processes, shared between the
-    replicas. More stages need less memory each, and more micro-batches to keep them busy."""
+    """Stages that the module is cut into, each with a process of its own. ``"auto"``: as many as train most samples per
+    second and fit the devices' memory, by a search before a fit; where nothing can be searched, and for evaluations
+    alone, all processes, shared between the replicas. More stages need less memory each, and more micro-batches to keep
+    them busy."""
 
     num_replicas: int | str = "auto"
-    """Copies of the pipeline, which share the data (data parallelism). ``"auto"``: 1, or the number of processes
-    divided by a given num_stages. ``num_stages * num_replicas`` is the number of processes."""
+    """Copies of the pipeline, which share the data (data parallelism): each reads batches of its own, as under DDP.
+    ``"auto"``: searched together with num_stages, or the number of processes divided by a given num_stages.
+    ``num_stages * num_replicas`` is the number of processes. 1: a step is one batch, whatever the number of devices."""
 
     num_microbatches: int | str = "auto"
-    """Pieces that a replica's batch is split into along the batch dimension. ``"auto"``: four per stage, at most one
-    per sample. More of them leave stages idle for less time, but make each piece of work smaller. The result is the
+    """Pieces that a replica's batch is split into along the batch dimension. ``"auto"``: searched, by what small ones
+    take; where nothing can be searched four per stage, at most one per sample. More of them leave stages idle for less time, but make each piece of work smaller. The result is the
     same, except for modules with batch normalization, which see the statistics of a micro-batch."""
 
     schedule: str = "auto"
-    """Order of the stages' forwards and backwards. ``"1f1b"`` (``"auto"``): backward as early as possible, so that a
-    stage keeps activations of at most as many micro-batches as there are stages. ``"gpipe"``: all forwards, then all
+    """Order of the stages' forwards and backwards. ``"1f1b"``: backward as early as possible, so that a stage keeps
+    activations of at most as many micro-batches as there are stages. ``"auto"``: the same, with more of them in flight
+    where that hides slow links or uneven stages and memory allows it. ``"gpipe"``: all forwards, then all
     backwards; activations of all micro-batches are kept."""
 
     partition: Any = "auto"
@@ -62,12 +66,13 @@ class AutoPipeConfig:
     path fewer than stages, in the order of the calls."""
 
     plan: str | None = None
-    """A plan file (JSON) to run instead of planning anew; it decides stages, replicas, micro-batches, schedule and
-    partition. None: plan at start."""
+    """A plan file (JSON) to run instead of planning anew; it decides stages, replicas, devices, micro-batches, schedule
+    and partition, and is refused for another module or cluster. None: plan at start."""
 
     cluster: str | None = None
-    """A file that describes servers, devices and links. None: all devices count as alike. Only None is accepted so
-    far."""
+    """Devices and links to plan for: a file that describes them, or the name of an example. None or ``"auto"``: what
+    the hosts tell of themselves; links between several servers are measured at start, for at most ten seconds.
+    ``"measure"``: those on one server, too."""
 
     # Typed as a mapping that may be None, it could not be set on the command line: OmegaConf fails.
     split_batch: Any = None

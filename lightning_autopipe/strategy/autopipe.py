@@ -34,12 +34,13 @@ class AutoPipeStrategy(ModuleStrategy):
     Every option takes ``"auto"`` or its default; a value whose feature is still to come is refused.
 
     Args:
-        num_stages: Stages of each pipeline; ``"auto"`` divides all processes by ``num_replicas``.
-        num_replicas: Pipelines side by side, each on its own share of the data; ``"auto"`` is 1, or what ``num_stages``
-            leaves.
-        num_microbatches: Micro-batches per replica and step; ``"auto"`` is four per stage, at most the batch's samples.
-            More of them idle less; fewer are larger.
-        schedule: ``"1f1b"`` keeps few micro-batches alive at once, ``"gpipe"`` all of them; ``"auto"`` is 1F1B.
+        num_stages: Stages of each pipeline; ``"auto"`` is what trains most samples per second and fits the memory.
+        num_replicas: Pipelines side by side, each on its own share of the data, with batches of its own as under DDP;
+            ``"auto"`` is searched with ``num_stages``, or what a given ``num_stages`` leaves.
+        num_microbatches: Micro-batches per replica and step; ``"auto"`` is searched. More of them idle less; fewer are
+            larger.
+        schedule: ``"1f1b"`` keeps few micro-batches alive at once, ``"gpipe"`` all of them; ``"auto"`` is 1F1B with
+            deeper warm-ups where they pay.
         partition: ``"auto"`` is the shortest step by what layers cost, ``"uniform"`` equally many layers on each stage,
             ``"parameters"`` parameters as even as possible; or the layer index at which each later stage begins.
         profile: ``"measured"``: layers cost the time they take on this device; ``"flops"``: their floating-point

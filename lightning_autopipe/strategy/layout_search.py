@@ -51,6 +51,9 @@ def leaving_no_trace(trainer: pl.Trainer) -> Iterator[None]:
         _set_rng_states(random_state)
 
 
+_BATCH_NORM_SAMPLES = 8
+"""Samples that a searched micro-batch has at least where batch normalization takes statistics of it."""
+
 _LOADER_ATTRIBUTES = ("_combined_loader", "_data_fetcher", "max_batches", "_last_train_dl_reload_epoch")
 
 
@@ -166,7 +169,8 @@ def _search(
         schedule=options.schedule_name,
         partition=options.partition if isinstance(options.partition, str) else "auto",
         cuts=pipeline.cut_points_after if options.cut_after else options.given_cuts,
-        min_samples=float(pipeline.min_samples),
+        # Statistics of fewer are too noisy to be chosen without being asked for.
+        min_samples=float(min(_BATCH_NORM_SAMPLES, traced.batch_size) if pipeline.min_samples > 1 else 1),
     )
     found = search(space)
     return plan_of(found, space, module_fingerprint=pipeline.module_fingerprint, devices=devices.devices)

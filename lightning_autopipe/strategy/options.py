@@ -39,13 +39,14 @@ class StrategyOptions:
     """
 
     num_stages: int | Auto = "auto"
-    """Stages of each pipeline. ``"auto"``: all processes, divided by ``num_replicas``."""
+    """Stages of each pipeline. ``"auto"``: searched before a fit; else all processes, divided by ``num_replicas``."""
     num_replicas: int | Auto = "auto"
-    """Pipelines side by side, each on its own share of the data. ``"auto"``: 1, or what ``num_stages`` leaves."""
+    """Pipelines side by side, each on its own share of the data. ``"auto"``: searched together with ``num_stages``; or
+    what a given ``num_stages`` leaves; else 1."""
     num_microbatches: int | Auto = "auto"
-    """Micro-batches per replica and step. ``"auto"``: four per stage, at most the batch's samples."""
+    """Micro-batches per replica and step. ``"auto"``: searched; else four per stage, at most the batch's samples."""
     schedule: str = "auto"
-    """``"1f1b"`` (few micro-batches alive at once) or ``"gpipe"`` (all of them). ``"auto"``: 1F1B."""
+    """``"1f1b"`` (few micro-batches alive at once) or ``"gpipe"`` (all of them). ``"auto"``: 1F1B, as deep as it pays."""
     partition: PartitionRule | Partition | Sequence[int] = "auto"
     """The layer index at which each stage after the first begins. ``"auto"``: the shortest step by what layers cost;
     ``"uniform"``: equally many layers on each stage; ``"parameters"``: parameters as even as possible."""
