@@ -40,8 +40,9 @@ class AutoPipeConfig:
 
     num_microbatches: int | str = "auto"
     """Pieces that a replica's batch is split into along the batch dimension. ``"auto"``: searched, by what small ones
-    take; where nothing can be searched four per stage, at most one per sample. More of them leave stages idle for less time, but make each piece of work smaller. The result is the
-    same, except for modules with batch normalization, which see the statistics of a micro-batch."""
+    take; where nothing can be searched four per stage, at most one per sample. More of them leave stages idle for less
+    time, but make each piece of work smaller. The result is the same, except for modules with batch normalization,
+    which see the statistics of a micro-batch."""
 
     schedule: str = "auto"
     """Order of the stages' forwards and backwards. ``"1f1b"``: backward as early as possible, so that a stage keeps

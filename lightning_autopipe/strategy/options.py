@@ -46,7 +46,7 @@ class StrategyOptions:
     num_microbatches: int | Auto = "auto"
     """Micro-batches per replica and step. ``"auto"``: searched; else four per stage, at most the batch's samples."""
     schedule: str = "auto"
-    """``"1f1b"`` (few micro-batches alive at once) or ``"gpipe"`` (all of them). ``"auto"``: 1F1B, as deep as it pays."""
+    """``"1f1b"`` (few micro-batches alive at once) or ``"gpipe"`` (all). ``"auto"``: 1F1B, as deep as it pays."""
     partition: PartitionRule | Partition | Sequence[int] = "auto"
     """The layer index at which each stage after the first begins. ``"auto"``: the shortest step by what layers cost;
     ``"uniform"``: equally many layers on each stage; ``"parameters"``: parameters as even as possible."""
