@@ -29,6 +29,7 @@ def profile_fields_from_json(text: str, kind: type[ModelProfile]) -> dict[str, A
     document = _json.load_object(text, what="profile")
     _json.check_version(document, SCHEMA_VERSION, what="profile")
     del document["schema_version"]
+    document.setdefault("module_fingerprint", "")  # of profiles from elsewhere
     _json.check_keys("profile", document, tuple(field.name for field in fields(kind)))
     sized = enumerate(_json.read_list("other_sizes", document["other_sizes"]))
     times = ("forward_s", "backward_s", "backward_weight_s", "optimizer_s")

@@ -11,6 +11,9 @@ from lightning_autopipe.core.errors import ConfigurationError
 DUPLEX_MODES = ("full", "half")
 SHARING_MODES = ("fair", "fifo")
 _RANK_POINT = re.compile(r"rank (0|[1-9]\d*)")
+_WORD = re.compile(r"[a-z0-9]+")
+_OF_OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "max", "q", "d"})
+"""Words that make another model of a name."""
 
 
 def rank_point(global_rank: int) -> str:
@@ -22,6 +25,15 @@ def rank_of_point(point: str) -> int | None:
     """The global rank whose device stands at a point; None for all other points."""
     match = _RANK_POINT.fullmatch(point)
     return None if match is None else int(match[1])
+
+
+def is_same_model(name: str, found: str) -> bool:
+    """Whether a device that its driver calls ``found`` is of the model that people call ``name``.
+
+    ``"NVIDIA GeForce RTX 3090"`` has all words of ``"RTX 3090"``, so it is; the same with ``Ti`` is another model.
+    """
+    words, words_found = (set(_WORD.findall(text.lower())) for text in (name, found))
+    return name == found or (bool(words) and words <= words_found and not (words_found - words) & _OF_OTHER_MODELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_autopipe.core._checks import check_int, check_number, check_text, check_tuple
 from lightning_autopipe.core._plan_json import plan_fields_from_json, plan_to_json
-from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.core.cluster import Device, is_same_model
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.files import write_whole
 from lightning_autopipe.core.layout import ParallelLayout
@@ -198,6 +198,8 @@ class PipelinePlan:
     def require_devices(self, devices: Sequence[Device]) -> None:
         """Checks that the plan is for devices like these: models, memory, and which ranks share a server.
 
+        Plans for cluster files name models as people do, drivers in full; see `is_same_model`.
+
         Args:
             devices: of this run, by rank; what is not known of one is left to itself by an empty plan.
 
@@ -205,7 +207,8 @@ class PipelinePlan:
             PlanError: one is another model or has less memory, or ranks share a server that should not.
         """
         for planned, found in zip(self.devices, devices, strict=False):
-            if planned.model != found.model or found.memory_bytes < _ENOUGH * planned.memory_bytes:
+            has_memory = found.memory_bytes >= _ENOUGH * planned.memory_bytes
+            if not has_memory or not is_same_model(planned.model, found.model):
                 raise PlanError(
                     f"the plan is for another cluster: global rank {planned.global_rank} is planned for "
                     f"{planned.model!r} with {planned.memory_bytes / 2**30:.1f} GiB, but here it is {found.model!r} "

@@ -46,6 +46,8 @@ class ModelProfile:
     """Samples in the micro-batch that layers and values were measured with; None where unknown."""
     other_sizes: tuple[SizedBytes, ...] = ()
     """What the layers keep and hand on for micro-batches of other sizes; empty: bytes grow with the size."""
+    module_fingerprint: str = ""
+    """Identifies the module, so that a plan made from the profile can run; empty where nothing here has traced it."""
 
     def __post_init__(self) -> None:
         check_tuple("ModelProfile", "layers", self.layers, LayerProfile, error=PlanError)
@@ -71,6 +73,8 @@ class ModelProfile:
         if self.microbatch_size is not None:
             check_number("ModelProfile", "microbatch_size", self.microbatch_size, error=PlanError, exclusive=True)
         check_tuple("ModelProfile", "other_sizes", self.other_sizes, SizedBytes, error=PlanError)
+        if not isinstance(self.module_fingerprint, str):
+            raise PlanError(f"ModelProfile: module_fingerprint must be a string, got {self.module_fingerprint!r}")
         for sized in self.other_sizes:
             if len(sized.layers) != self.num_layers:
                 raise PlanError(

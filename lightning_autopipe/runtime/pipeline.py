@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -147,7 +147,8 @@ class Pipeline:
         self._carried = self.store.carried_state(trace, table, step_name, args, kwargs)
         self.unweighted_loss = None if trace.loss_index is None else trace.unweighted_loss(trace.loss_index)
         self._layer_keys = tuple(layer.key for layer in trace.layers)
-        return unmeasured_profile(trace, dict(self.module.named_parameters()))
+        profile = unmeasured_profile(trace, dict(self.module.named_parameters()))
+        return replace(profile, module_fingerprint=self.module_fingerprint)
 
     def _end_layers_before_rest(
         self,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -185,6 +186,27 @@ def test_a_plan_is_refused_on_another_cluster(found: tuple[Device, ...], message
         return
     with pytest.raises(PlanError, match=message):
         plan.require_devices(found)
+
+
+@pytest.mark.parametrize(
+    ("planned", "found", "is_same"),
+    [
+        ("RTX 3090", "NVIDIA GeForce RTX 3090", True),
+        ("rtx3090", "NVIDIA GeForce RTX 3090", False),
+        ("RTX 3090", "NVIDIA GeForce RTX 3090 Ti", False),
+        ("RTX 2080 Ti", "NVIDIA GeForce RTX 2080 Ti", True),
+        ("V100", "Tesla V100-SXM2-32GB", True),
+        ("A100 80GB", "NVIDIA A100-SXM4-40GB", False),
+        ("Tesla V100-SXM2-32GB", "V100", False),
+        ("GPU", "GPU Laptop", False),
+        ("…", "NVIDIA GeForce RTX 3090", False),
+        ("…", "…", True),
+    ],
+)
+def test_models_are_named_as_people_or_as_drivers_do(planned: str, found: str, is_same: bool) -> None:
+    plan = a_plan(devices=cluster("a", "a", "b", "b", model=planned))
+    with contextlib.nullcontext() if is_same else pytest.raises(PlanError, match="another cluster"):
+        plan.require_devices(cluster("x", "x", "y", "y", model=found))
 
 
 def test_what_was_predicted_comes_back_from_json_equal() -> None:

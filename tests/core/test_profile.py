@@ -109,3 +109,14 @@ def test_loading_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text(a_profile().to_json()[:-9])
     with pytest.raises(PlanError, match=r"profile file .*broken\.json.*not valid: not JSON"):
         ModelProfile.load(tmp_path / "broken.json")
+
+
+def test_a_profile_says_which_module_it_is_of_and_those_from_elsewhere_need_not() -> None:
+    profile = ModelProfile(layers=(LayerProfile(name="a", forward_flops=1.0),), module_fingerprint="x")
+    assert ModelProfile.from_json(profile.to_json()) == profile
+    document = json.loads(profile.to_json())
+    del document["module_fingerprint"]
+    assert ModelProfile.from_json(json.dumps(document)).module_fingerprint == ""
+    document["module_fingerprint"] = 3
+    with pytest.raises(PlanError, match="module_fingerprint must be a string, got 3"):
+        ModelProfile.from_json(json.dumps(document))
