@@ -13,10 +13,10 @@ class SizeFit:
 
     At a measured size it gives what was measured: the size in use is one of them, and a line through all of them would
     price it by others. Only where a larger one took less, which is noise, neighbours share their mean. Between two
-    measured sizes the fitted line comes down from the larger one, as far as the time of the smaller one; a line between
-    the two would be too high above the end of the floor. So times never fall while the size grows, are never below the
-    smallest size's, and are exactly those of the form above where measurements have that form, with two of them behind
-    the floor.
+    measured sizes it joins them by a line; but between the last one on the floor and the first one behind it the
+    fitted line comes down from the larger one, as far as the time of the smaller one: joining them would be too high
+    where the floor ends. So times never fall while the size grows, are never below the smallest size's, and are exactly
+    those of the form above where measurements have that form, with two of them behind the floor.
 
     Args:
         sizes: samples in the micro-batches that were measured, ascending.
@@ -26,7 +26,7 @@ class SizeFit:
     def __init__(self, sizes: Sequence[float], seconds: Sequence[float]) -> None:
         self._sizes = tuple(sizes)
         self._seconds = _never_falling(seconds)
-        self._slope = _slope(self._sizes, self._seconds) if len(sizes) > 1 else 0.0
+        self._num_on_floor, self._slope = _fit(self._sizes, self._seconds)
 
     def at(self, size: float) -> float:
         """Seconds at a size from the smallest to the largest measured one."""
@@ -35,7 +35,9 @@ class SizeFit:
             return self._seconds[above]
         low, high = self._sizes[above - 1 : above + 1]
         low_s, high_s = self._seconds[above - 1 : above + 1]
-        slope = max(self._slope, (high_s - low_s) / (high - low))
+        slope = (high_s - low_s) / (high - low)
+        if above == self._num_on_floor:
+            slope = max(slope, self._slope)
         return max(low_s, high_s - slope * (high - size))
 
 
@@ -50,9 +52,9 @@ def _never_falling(seconds: Sequence[float]) -> tuple[float, ...]:
     return tuple(value for value, count in pools for _ in range(count))
 
 
-def _slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """Beta of the fit with the least squared relative error, over how many of the smallest sizes lie on the floor."""
-    best = (float("inf"), 0.0)
+def _fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[int, float]:
+    """How many of the smallest sizes lie on the floor, and beta: those with the least squared relative error."""
+    best = (float("inf"), 0, 0.0)
     for num_on_floor in range(len(sizes) - 1):
         alpha, beta = _line(sizes[num_on_floor:], seconds[num_on_floor:])
         on_floor = seconds[:num_on_floor]
@@ -61,8 +63,8 @@ def _slope(sizes: Sequence[float], seconds: Sequence[float]) -> float:
             continue  # the line would lie above the floor where the floor should be
         fitted = [max(floor, alpha + beta * size) for size in sizes]
         error = sum(((fit - value) * _weight(value)) ** 2 for fit, value in zip(fitted, seconds, strict=True))
-        best = min(best, (error, beta))
-    return best[1]
+        best = min(best, (error, num_on_floor, beta))
+    return best[1:]
 
 
 def _line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
