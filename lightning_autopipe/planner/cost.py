@@ -8,7 +8,7 @@ from dataclasses import fields
 from enum import Enum
 from itertools import accumulate
 
-from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.core.cluster import Device, is_same_model
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.profile import DeviceTimes, LayerBytes, LayerMeasurement, LayerProfile, ModelProfile
@@ -72,6 +72,7 @@ class CostModel:
         self._known_bytes: list[tuple[float, Sequence[LayerBytes]]] = sorted(known, key=lambda pair: pair[0])
         self._bytes: dict[float, tuple[LayerBytes, ...]] = {self.microbatch_size: measured}
         self._cuts: dict[float, tuple[list[int], list[int]]] = {}
+        self._known_models: dict[str, str | None] = {}
         self._fits: dict[tuple[str, Work], list[SizeFit]] = {}
         self.ties = _ties(profile.layers)
         """The layers that use each trainable tied parameter, and the bytes of its gradient."""
@@ -101,10 +102,11 @@ class CostModel:
         size = self.microbatch_size if microbatch_size is None else microbatch_size
         model, speed = self._reference, 1.0
         if device is not None:
-            if device.model in self._tables:
-                model = device.model
-            else:
+            known = self._known_model(device.model)
+            if known is None:
                 speed = device.relative_speed
+            else:
+                model = known
         key = (work, model, speed, size)
         if key not in self._prefixes:
             self._prefixes[key] = tuple(
@@ -135,6 +137,16 @@ class CostModel:
         if size not in self._bytes:
             self._bytes[size] = tuple(_bytes_at(size, self._known_bytes, index) for index in range(len(self.measured)))
         return self._bytes[size]
+
+    def _known_model(self, name: str) -> str | None:
+        """The model that there are tables of, for a device's; None where there are none.
+
+        Cluster files name models as people do, profiles as drivers do.
+        """
+        if name not in self._known_models:
+            alike = [known for known in self._tables if is_same_model(name, known) or is_same_model(known, name)]
+            self._known_models[name] = name if name in self._tables else next(iter(alike), None)
+        return self._known_models[name]
 
     def _layer_times(self, work: Work, model: str, size: float) -> Sequence[float]:
         tables = self._tables[model]

@@ -90,6 +90,8 @@ def test_times_go_by_device_and_size() -> None:
     old = cost.work_s(Work.FORWARD, both, device=_model("old"))
     assert old == 30
     assert cost.work_s(Work.FORWARD, both, device=_model("new", relative_speed=2.0)) == 6
+    assert cost.work_s(Work.FORWARD, both, device=_model("Vendor Old 16GB")) == 30  # as a driver names it
+    assert cost.work_s(Work.FORWARD, both, device=_model("old Ti")) == 12  # another model
     assert (cost.sent_bytes(1), cost.gradient_bytes(1)) == (400, 200)
     assert (cost.sent_bytes(1, microbatch_size=1), cost.sent_bytes(0), cost.sent_bytes(2)) == (100, 0, 0)
 
