@@ -18,7 +18,8 @@ class ScheduleSpec:
 
     name: str
     depths: tuple[int, ...] = ()
-    """Warm-up of each stage in micro-batches; empty: the schedule's own."""
+    """Warm-up of each stage in micro-batches, of all its ranks together where stages have unlike numbers of them;
+    empty: the schedule's own."""
     num_sliced_first: int = 0
     """Micro-batches at the begin that go through as two halves."""
     num_sliced_last: int = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
-from lightning_autopipe.core.cluster import ClusterTopology
+from lightning_autopipe.core.cluster import ClusterTopology, Device
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import DeviceTimes, ModelProfile
@@ -46,7 +48,14 @@ def plan_step(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> 
     network = None if cluster is None else LinkNetwork(cluster)
     cost = _cost(plan)
     if mapping.num_replicas is None:
-        return unequal_step_work(cost, plan.partition, mapping, network=network, num_microbatches=plan.num_microbatches)
+        return unequal_step_work(
+            cost,
+            plan.partition,
+            mapping,
+            network=network or _without_links(devices),
+            num_microbatches=plan.num_microbatches,
+            windows=plan.schedule.depths or None,
+        )
     grid = [mapping.pipeline_ranks(replica_index) for replica_index in range(mapping.num_replicas)]
     if not devices:
         devices = alike_devices(mapping.ranks[-1] + 1).topology.devices
@@ -58,6 +67,12 @@ def plan_step(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> 
         network=network,
     )
     return scheduled_work(setting, plan.partition.cut_points, plan.schedule)
+
+
+def _without_links(devices: Sequence[Device]) -> LinkNetwork | None:
+    """The devices side by side, so that whatever is sent is there at once; None where they are not known."""
+    together = tuple(replace(device, server="one server") for device in devices)
+    return LinkNetwork(ClusterTopology(devices=together)) if together else None
 
 
 def boundary_bytes(step: StepWork) -> tuple[tuple[float, float], ...]:

@@ -21,6 +21,7 @@ from lightning_autopipe.planner.partitioner import choose_partition
 from lightning_autopipe.planner.replica import Depths
 from lightning_autopipe.planner.search_space import SearchSpace
 from lightning_autopipe.planner.slices import choose_slices
+from lightning_autopipe.planner.unlike_counts import unlike_count_candidates
 from lightning_autopipe.schedules.gpipe import NAME as GPIPE
 from lightning_autopipe.schedules.one_f_one_b import NAME as ONE_F_ONE_B
 from lightning_autopipe.schedules.one_f_one_b import default_depths
@@ -55,7 +56,8 @@ def search(space: SearchSpace) -> SearchResult:
     Layouts with their numbers of micro-batches are gone through in the order of what they promise by a bound, as long
     as one can be better than the best one found, and a few in any case, to be told. Each is mapped and cut with little
     effort; the best few are searched again with all of it, and with deeper warm-ups and slices. Of numbers of
-    micro-batches that are about as good, the smallest one is taken.
+    micro-batches that are about as good, the smallest one is taken. Unlike numbers of replicas for stages, where they
+    may be, compete with the best of these.
 
     Raises:
         ConfigurationError: nothing was found that fits the devices' memory, or no times are known for any size that a
@@ -84,8 +86,6 @@ class _Search:
 
     def run(self) -> SearchResult:
         entries = sorted(self._entries(), key=lambda entry: -entry.promise)
-        if not entries:
-            raise self._no_size()
         found: list[tuple[Candidate, _Entry]] = []
         num_pruned = 0
         for position, entry in enumerate(entries):
@@ -96,15 +96,19 @@ class _Search:
             candidate = self._coarse(entry)
             if candidate is not None:
                 found.append((candidate, entry))
-        if not found:
-            assert self._failure is not None
-            raise self._failure
         found.sort(key=lambda pair: -pair[0].samples_per_s)
         found = [*self._finalists(found), *found[_NUM_FINALISTS:]]
         found.sort(key=lambda pair: -pair[0].samples_per_s)
-        best, _ = _with_fewest_microbatches(found)
-        others = tuple(candidate for candidate, _ in found if candidate is not best)
-        return SearchResult(best=best, runners_up=others, num_pruned=num_pruned)
+        candidates = [candidate for candidate, _ in found]
+        preferred = [_with_fewest_microbatches(found)[0]] if found else []
+        if not self._space.equal_counts:
+            unlike = unlike_count_candidates(self._space)
+            candidates, preferred = [*candidates, *unlike], [*preferred, *unlike]
+        if not preferred:
+            raise self._failure or self._no_size()
+        best = max(preferred, key=lambda candidate: candidate.samples_per_s)
+        others = sorted((one for one in candidates if one is not best), key=lambda one: -one.samples_per_s)
+        return SearchResult(best=best, runners_up=tuple(others), num_pruned=num_pruned)
 
     # What there is to look at -----------------------------------------------
 

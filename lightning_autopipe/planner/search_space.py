@@ -48,6 +48,8 @@ class SearchSpace:
     """Whether micro-batches may be sliced, which the runtime cannot do yet."""
     equal_shares: bool = True
     """Whether replicas take equal numbers of micro-batches, which the runtime needs."""
+    equal_counts: bool = True
+    """Whether all stages have equally many replicas, which the runtime needs; else all share one batch of the step."""
     exchange_s: float = 0.0
     optimizer_state_ratio: float = 2.0
 
@@ -58,7 +60,13 @@ class SearchSpace:
             raise ConfigurationError(
                 f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, but num_stages is {self.num_stages}"
             )
-        if not self.layouts():
+        if not self.equal_counts and self.batch_of != "step":
+            raise ConfigurationError(
+                "stages with unlike numbers of replicas share one batch: give that of the step, not that of a replica"
+            )
+        most = min(self.topology.world_size, self.cost.num_layers)
+        is_unlike = not self.equal_counts and self.num_stages != "auto" and self.num_stages <= most
+        if not self.layouts() and not is_unlike:
             wanted = f"num_stages={self.num_stages} x num_replicas={self.num_replicas}"
             raise ConfigurationError(
                 f"{wanted} does not use the {self.topology.world_size} devices with at most one stage for each of the "

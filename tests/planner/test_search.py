@@ -239,3 +239,57 @@ def test_the_plan_gives_the_step_that_was_found(changes: dict[str, Any], models:
     assert [runner_up.samples_per_s for runner_up in plan.runners_up] == sorted(
         (runner_up.samples_per_s for runner_up in plan.runners_up), reverse=True
     )
+
+
+# Unlike numbers of replicas for stages -------------------------------------
+
+
+def with_a_heavy_layer(profile: ModelProfile, factor: float = 8.0) -> ModelProfile:
+    """The first layer takes more time, and its gradients are few."""
+    tables = tuple(
+        replace(
+            table,
+            forward_s=(factor * table.forward_s[0], *table.forward_s[1:]),
+            backward_s=(factor * table.backward_s[0], *table.backward_s[1:]),
+        )
+        for table in profile.times
+    )
+    first = replace(profile.layers[0], param_bytes=0, trainable_bytes=0)
+    return replace(profile, times=tables, layers=(first, *profile.layers[1:]))
+
+
+def unlike_space(*, value_bytes: int = 2, **changes: Any) -> SearchSpace:
+    """Three servers: a layer as dear as all others, and gradients that are slow to sum."""
+    topology = a_cluster("ABC", bandwidth=20.0)
+    options: dict[str, Any] = {"batch_size": 24.0, "batch_of": "step", "equal_counts": False}
+    profile = with_a_heavy_layer(a_profile(value_bytes=value_bytes, gradient_bytes=400), 14.0)
+    return space(profile, topology, **(options | changes))
+
+
+def test_unlike_numbers_of_replicas_compete_where_they_may() -> None:
+    """Two devices for the dear layer, one for all others, against one device each or all gradients summed."""
+    equal, found = search(unlike_space(equal_counts=True)), search(unlike_space())
+    assert found.best.replica_counts == (2, 1)
+    assert found.best.step_s == simulate(found.best.work).step_s
+    assert found.best.samples_per_s > 1.2 * equal.best.samples_per_s
+    assert equal.best.samples_per_s in [candidate.samples_per_s for candidate in found.runners_up]
+    # A number of stages that does not divide the devices.
+    assert search(unlike_space(num_stages=2)).best.replica_counts == (2, 1)
+    with pytest.raises(ConfigurationError, match="does not use the 3 devices"):
+        unlike_space(num_stages=2, equal_counts=True)
+    with pytest.raises(ConfigurationError, match="give that of the step"):
+        unlike_space(batch_of="replica")
+
+
+@pytest.mark.parametrize("num_microbatches", [24, 8])
+def test_a_plan_with_unlike_numbers_gives_the_step_that_was_found(num_microbatches: int) -> None:
+    """Also with windows of its own, which few micro-batches call for."""
+    given = unlike_space(value_bytes=40, num_stages=2, num_microbatches=num_microbatches)
+    found = search(given).best
+    assert found.schedule.depths == ((4, 0) if num_microbatches == 8 else ())
+    assert (found.step_s < found.plain_step_s) == bool(found.schedule.depths)
+    plan = a_plan(given)
+    again = simulate(plan_step(PipelinePlan.from_json(plan.to_json()), cluster=given.topology))
+    assert again.step_s == pytest.approx(found.step_s, rel=1e-12)
+    # Without links, but on the same devices.
+    assert simulate(plan_step(plan)).step_s < found.step_s
