@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from lightning_autopipe.planner.cheap_cuts import cheap_cuts
 from lightning_autopipe.planner.cost import Work
 from lightning_autopipe.planner.links import Route
 from lightning_autopipe.planner.mapping_setting import MappingSetting
@@ -14,7 +15,7 @@ from lightning_autopipe.planner.placements import Grid
 from lightning_autopipe.planner.reduction import GradientBytes, Reduction
 from lightning_autopipe.planner.replica import Cuts, pipeline_bound_s
 from lightning_autopipe.planner.shares import share_microbatches
-from lightning_autopipe.planner.starts import NUM_HALVINGS, cheap_cuts, quick_cuts
+from lightning_autopipe.planner.starts import NUM_HALVINGS, quick_cuts
 
 Loads = tuple[tuple[int, float], ...]
 """Channels, and the seconds for which each is occupied in a step."""

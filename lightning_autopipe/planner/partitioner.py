@@ -10,11 +10,12 @@ from itertools import combinations, pairwise
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.partition import Partition
+from lightning_autopipe.planner.cheap_cuts import Fits, cheap_cuts, cheapest_cuts, lopsided_cuts
 from lightning_autopipe.planner.cut_moves import CheaperCuts, shifted, slid
 from lightning_autopipe.planner.min_max import check_enough_layers, min_max_partition
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.replica import Cuts, Depths
-from lightning_autopipe.planner.starts import MinMaxTable, cheap_cuts, lopsided_cuts, quick_cuts
+from lightning_autopipe.planner.starts import MinMaxTable, quick_cuts
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
 MAX_EXACT = 20_000
@@ -196,7 +197,7 @@ class PartitionSearch:
         by_time = _both_ends(MinMaxTable(self.objective.stage_prefixes()), self.num_stages, self.num_layers)
         starts = [self._even_start(), *self.bound_starts(), *by_time]
         if self._cheaper is not None:
-            starts += [*cheap_cuts(*self._adds), *lopsided_cuts(self.num_stages, self.num_layers)]
+            starts += [*self._cheapest(), *cheap_cuts(*self._adds), *lopsided_cuts(self.num_stages, self.num_layers)]
         return list(dict.fromkeys(starts))
 
     @property
@@ -218,6 +219,8 @@ class PartitionSearch:
         if self.objective.setting.cuts is not None:
             self.consider(self.objective.setting.cuts)
             return
+        if any(self.objective.overflow_bytes(cuts, self.depths) for cuts in starts):
+            starts = list(dict.fromkeys([*starts, *self._cheapest(self._fits)]))
         for cuts in starts:
             self.consider(cuts)
         self._move_around_masters(starts, effort=(self._last_action - self.objective.num_priced_actions) // 2)
@@ -271,6 +274,12 @@ class PartitionSearch:
             if not self.overflow_bytes:
                 alone_s = min(prefix[-1] for prefix in self.objective.stage_prefixes())
                 yield from slid(cuts, *self._adds, self.step_s - alone_s)
+
+    def _cheapest(self, fits: Fits | None = None) -> list[Cuts]:
+        return cheapest_cuts(*self._adds, self.objective.stage_prefixes(), self._by_bound.lightest, fits)
+
+    def _fits(self, stage_index: int, start: int, stop: int) -> bool:
+        return not self.objective.stage_overflow_bytes(stage_index, start, stop, self.depths[stage_index])
 
     def _even_start(self) -> Cuts:
         prefix = self.objective.stage_prefixes()[0]

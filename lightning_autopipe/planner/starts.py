@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 Cuts = tuple[int, ...]
 
 _ROUNDING = 1 + 1e-12
 NUM_HALVINGS = 30
 """Of the limit in `quick_cuts`: to a billionth."""
-_NUM_HALVINGS_OF_CHEAP = 12
-"""Of that in `cheap_cuts`, from which searches only begin."""
-_NUM_PRICES = 8
-"""Limits of what a cut may cost, in `cheap_cuts`."""
 
 
 class MinMaxTable:
@@ -54,6 +50,11 @@ class MinMaxTable:
         before: Sequence[float], weight: Sequence[float], entry: Sequence[float], stop: int, cuts: range
     ) -> int:
         return bisect_left(cuts, True, key=lambda cut: before[cut] >= weight[stop] - weight[cut] + entry[cut])
+
+    @property
+    def lightest(self) -> float:
+        """What the heaviest stage weighs at least, all layers on all stages."""
+        return self._least[-1][-1]
 
     def cuts(self, num_stages: int, num_layers: int, *, early: bool) -> Cuts:
         """The cuts of the first layers on the first stages, each as early, or as late, as the table allows.
@@ -100,68 +101,6 @@ def quick_cuts(weights: Sequence[Sequence[float]], entries: Sequence[Sequence[fl
         else:
             best, high = cuts, middle
     return best
-
-
-def cheap_cuts(weights: Sequence[Sequence[float]], entries: Sequence[Sequence[float]]) -> Iterator[Cuts]:
-    """Like `quick_cuts`, but no stage begins where that costs more than a limit; for some limits, from the least on.
-
-    Where links are slow, a cut at which little crosses is worth uneven stages.
-
-    Args:
-        weights: as `quick_cuts` takes them.
-        entries: by stage, the price of beginning at each layer.
-    """
-    num_stages, num_layers = len(weights), len(weights[0]) - 1
-    prices = sorted({price for entry in entries[1:] for price in entry[1:num_layers]})
-    step = max(1, -(-len(prices) // _NUM_PRICES))
-    for price in prices[:-1:step]:  # with the last one every cut is allowed, as in `quick_cuts`
-        highest = num_layers
-        allowed: list[list[int]] = []  # for each stage but the last, where it may end
-        for stage_index in range(num_stages - 1, 0, -1):
-            entry = entries[stage_index]
-            allowed.append([cut for cut in range(stage_index, highest) if entry[cut] <= price])
-            if not allowed[-1]:
-                break
-            highest = allowed[-1][-1]
-        else:
-            yield _halved(weights, allowed[::-1])
-
-
-def lopsided_cuts(num_stages: int, num_layers: int) -> Iterator[Cuts]:
-    """For each stage the partition in which all others own a single layer, so that little is on the way to a link."""
-    for stage_index in range(num_stages):
-        num_later = num_stages - 1 - stage_index
-        yield (*range(1, stage_index + 1), *range(num_layers - num_later, num_layers))
-
-
-def _halved(weights: Sequence[Sequence[float]], allowed: Sequence[Sequence[int]]) -> Cuts:
-    """The limit halved until stages that end where they may are about even."""
-    low, high = 0.0, max(weight[-1] for weight in weights)
-    best = _filled_where_allowed(weights, allowed, math.inf)
-    for _ in range(_NUM_HALVINGS_OF_CHEAP):
-        middle = (low + high) / 2
-        cuts = _filled_where_allowed(weights, allowed, middle)
-        if cuts is None:
-            low = middle
-        else:
-            best, high = cuts, middle
-    assert best is not None, "without a limit every stage but the last ends as late as it may"
-    return best
-
-
-def _filled_where_allowed(
-    weights: Sequence[Sequence[float]], allowed: Sequence[Sequence[int]], limit: float
-) -> Cuts | None:
-    cuts: list[int] = []
-    start = 0
-    for weight, ends in zip(weights, allowed, strict=False):
-        last = bisect_right(weight, weight[start] + limit, start) - 1
-        end = bisect_right(ends, last) - 1
-        if end < 0 or ends[end] <= start:
-            return None
-        start = ends[end]
-        cuts.append(start)
-    return tuple(cuts) if weights[-1][-1] - weights[-1][start] <= limit else None
 
 
 def _filled(weights: Sequence[Sequence[float]], entries: Sequence[Sequence[float]], limit: float) -> Cuts | None:
