@@ -50,7 +50,7 @@ class MeasuredRound:
     round: Round
     times: tuple[FlowTime, ...]
     together_bytes_per_s: float | None = None
-    """What all flows got until the last of them was through; None where it is not known."""
+    """What all flows got until the last of them was through, with the largest messages; None where it is not known."""
 
 
 def measurement_rounds(servers: Sequence[str]) -> tuple[Round, ...]:

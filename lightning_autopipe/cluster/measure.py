@@ -25,6 +25,8 @@ T = TypeVar("T")
 _NUM_REPEATS = 5
 _NUM_PINGS = 10
 _PING_BYTES = 8
+_SETTLE_S = 0.002
+"""Between a common start and the messages: the first ones would hold up what tells the last ranks to start."""
 _SIZE_LIMIT_S = 0.5
 """What the repeats of one size may be expected to take; larger sizes are left out."""
 
@@ -98,7 +100,7 @@ class _Meter:
         return MeasuredRound(
             round=each,
             times=tuple(fit_flow(times, round_trip_s=round_trip_s) for times in seconds),
-            together_bytes_per_s=len(each.flows) * fit_flow(last_s).bandwidth_bytes_per_s,
+            together_bytes_per_s=len(each.flows) * max(last_s) / median(last_s[max(last_s)]),
         )
 
     def agree(self, value: float, where: str) -> float:
@@ -113,6 +115,7 @@ class _Meter:
             index: torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for index in incoming + outgoing
         }
         self.agree(0.0, f"the start of {where}")
+        time.sleep(_SETTLE_S)
         began = time.perf_counter()
         # Receives first, so that no send waits for its receive to be posted.
         operations = [
