@@ -22,6 +22,8 @@ _SLOPES = (1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 0.75, 0.5, 0.0)
 """Micro-batches of warm-up for each stage that follows; below 1 for where memory is short."""
 _NUM_IMPROVED = 3
 """Choices of depths that are improved on."""
+_NUM_COMPARED = 2
+"""Partitions that are simulated with shared links for each choice of depths; more for the one that is taken."""
 _SAME = 1 + 1e-12
 
 
@@ -54,7 +56,7 @@ def choose_partition_and_depths(
     for depths in starts:
         try:
             search = PartitionSearch(objective, depths, effort=effort // (2 * len(starts)))
-            found.append(search.run(max_exact=max_exact))
+            found.append(search.run(max_exact=max_exact, num_finalists=_NUM_COMPARED))
         except ConfigurationError as error:
             failure = failure or error
     if failure is not None and not found:
@@ -63,7 +65,12 @@ def choose_partition_and_depths(
     if is_exact:
         return _trimmed(objective, found[0], is_exact=True)
     improved = [_improved(objective, choice, effort // (2 * _NUM_IMPROVED)) for choice in found[:_NUM_IMPROVED]]
-    return _trimmed(objective, min(improved, key=lambda choice: choice.step_s), is_exact=False)
+    best = min(improved, key=lambda choice: choice.step_s)
+    if objective.shares_links:
+        search = PartitionSearch(objective, best.depths, effort=effort // (2 * _NUM_IMPROVED))
+        search.look_around([best.partition.cut_points])
+        best = min(best, search.choice(is_exact=False), key=lambda choice: choice.step_s)
+    return _trimmed(objective, best, is_exact=False)
 
 
 def _all_depths(num_stages: int, num_microbatches: int) -> Iterator[Depths]:
@@ -103,7 +110,7 @@ def _improved(objective: Objective, choice: PartitionChoice, effort: int) -> Par
             break
         search = PartitionSearch(objective, deeper, effort=last_action - objective.num_priced_actions)
         search.look_around([cuts])
-        moved = search.choice(is_exact=False)
+        moved = search.choice(is_exact=False, num_finalists=_NUM_COMPARED)
         cuts, depths, step_s = moved.partition.cut_points, deeper, moved.step_s
     return _choice(objective, cuts, depths, is_exact=False)
 

@@ -15,7 +15,7 @@ from lightning_autopipe.planner.links import LinkNetwork, Route
 from lightning_autopipe.planner.memory import StageMemory, stage_memory
 from lightning_autopipe.planner.reduction import GradientBytes, Reduction, step_end_reductions
 from lightning_autopipe.planner.replica import Cuts, Depths, ReplicaPrices
-from lightning_autopipe.planner.simulator import simulate
+from lightning_autopipe.planner.simulator import simulated_s
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
 from lightning_autopipe.schedules.one_f_one_b import one_f_one_b
 
@@ -150,7 +150,7 @@ class Objective:
         if not self.shares_links:
             return self.step_s(cuts, depths)
         self.num_priced_actions += _ACTIONS_OF_SIMULATED * 2 * len(depths) * sum(self.setting.num_microbatches)
-        return simulate(self.step_work(cuts, depths)).step_s
+        return simulated_s(self.step_work(cuts, depths))
 
     def bound_s(self, cuts: Cuts, depths: Depths) -> float:
         """What a step takes at least; quicker to know than `step_s`, and never above it."""

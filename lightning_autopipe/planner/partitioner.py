@@ -24,7 +24,7 @@ EFFORT = 2_000_000
 """Actions that a search may simulate."""
 ACTIONS_LIKE_SIMULATION = 20
 """An action of the simulator takes as long as so many of the recurrence."""
-_NUM_FINALISTS = 16
+NUM_FINALISTS = 16
 """Partitions that are simulated with shared links, of which the recurrence knows nothing."""
 _SAME = 1 + 1e-12
 """Steps whose ratio is less are equally long."""
@@ -96,7 +96,7 @@ class PartitionSearch:
         entries = self._adds[1]
         self._cheaper = CheaperCuts(entries) if any(map(any, entries)) else None
 
-    def run(self, *, max_exact: int = MAX_EXACT) -> PartitionChoice:
+    def run(self, *, max_exact: int = MAX_EXACT, num_finalists: int = NUM_FINALISTS) -> PartitionChoice:
         """The best partition that is found; see `choose_partition`."""
         if self.objective.setting.cuts is not None:
             self.look_around([])
@@ -109,9 +109,9 @@ class PartitionSearch:
             self.look_at_all()
         else:
             self.look_around(self.starts())
-        return self.choice(is_exact=is_exact)
+        return self.choice(is_exact=is_exact, num_finalists=num_finalists)
 
-    def choice(self, *, is_exact: bool, num_finalists: int = _NUM_FINALISTS) -> PartitionChoice:
+    def choice(self, *, is_exact: bool, num_finalists: int = NUM_FINALISTS) -> PartitionChoice:
         """The best partition so far.
 
         Args:

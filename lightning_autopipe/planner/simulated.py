@@ -181,6 +181,14 @@ def _read(node: Node, actions: Sequence[Action], slices_by_code: Sequence[int], 
     node.num_actions = len(node.actions)
 
 
+def step_end_s(step: StepWork, nodes: Sequence[Node]) -> float:
+    """When the last rank has stepped, once all have computed and reduced."""
+    if step.exchange_s:
+        begin = max(node.end_s for node in nodes) + step.exchange_s
+        return max(begin + node.work.optimizer_s for node in nodes)
+    return max(node.end_s + node.work.optimizer_s for node in nodes)
+
+
 def to_timeline(step: StepWork, nodes: Sequence[Node], reductions: Sequence[RunningReduction]) -> Timeline:
     """What has run, rank by rank: computations, sends, and the step's end."""
     events: list[TimelineEvent] = []

@@ -8,7 +8,7 @@ from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner.candidate import can_halve, scheduled_work
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.replica import Cuts, Depths
-from lightning_autopipe.planner.simulator import simulate
+from lightning_autopipe.planner.simulator import simulated_s
 from lightning_autopipe.schedules.sliced import NAME as SLICED
 
 
@@ -44,7 +44,7 @@ def choose_slices(
         if (first, last) not in found:
             if len(found) >= max_simulated:
                 return math.inf
-            found[first, last] = simulate(scheduled_work(setting, cuts, spec(first, last))).step_s
+            found[first, last] = simulated_s(scheduled_work(setting, cuts, spec(first, last)))
         return found[first, last]
 
     start = min(_even_start(setting, cuts), num_microbatches // 2) or 1

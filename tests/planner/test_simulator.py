@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_autopipe.core import Action, ActionType, Link, PlanError, Schedule, StepEnd, Timeline
 from lightning_autopipe.planner import simulate
 from lightning_autopipe.planner.recurrence import one_f_one_b_ends
+from lightning_autopipe.planner.simulator import simulated_s
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
 from lightning_autopipe.schedules import (
     forward_only,
@@ -172,6 +173,13 @@ def test_the_end_of_a_step_by_hand() -> None:
     assert ends_of(timeline, StepEnd.EXCHANGE) == dict.fromkeys(range(4), (9.5, 9.625))
     assert ends_of(timeline, StepEnd.OPTIMIZER) == dict.fromkeys(range(4), (9.625, 10.125))
     assert timeline.step_s == 10.125
+
+
+@pytest.mark.parametrize("exchange_s", [0.0, 0.5])
+@pytest.mark.parametrize("tied_bytes", [(), (((0, 1), 2.0),)])
+def test_the_seconds_alone_are_those_of_the_timeline(exchange_s: float, tied_bytes: tuple[object, ...]) -> None:
+    step = with_two_replicas((3, 1), exchange_s=exchange_s, tied_bytes=tied_bytes)
+    assert simulated_s(step) == simulate(step).step_s
 
 
 def test_reductions_take_turns_where_the_link_says_so() -> None:
