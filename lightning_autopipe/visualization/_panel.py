@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from statistics import median
 
 from matplotlib.axes import Axes
@@ -126,7 +127,11 @@ class Panel:
             axes.spines[side].set_visible(False)
         size = min(TEXT_SIZE, max(4.5, 0.8 * self._lane_points))
         stride = -(-int(1.15 * size + 1) // int(self._lane_points))
-        shown = [lane for lane in self._lanes if lane.stage_index % stride == 0]
+        shown = [
+            lane
+            for _, of_replica in groupby(self._lanes, key=lambda lane: lane.replica_index)
+            for lane in list(of_replica)[::stride]
+        ]
         labels = [f"stage {lane.stage_index} · rank {lane.global_rank}" for lane in shown]
         axes.set_yticks([self._middle[lane.global_rank] for lane in shown], labels=labels, fontsize=size)
         axes.tick_params(axis="y", length=0, pad=3)

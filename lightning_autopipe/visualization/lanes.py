@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -85,6 +85,8 @@ class Message:
 def make_lanes(timeline: Timeline, ranks: Ranks = ()) -> tuple[Lane, ...]:
     """The lanes of a timeline: replica by replica, in each the stages from first to last.
 
+    Where stages have unlike numbers of ranks there are no replicas: all ranks of each stage, stage by stage.
+
     Args:
         timeline: to be shown.
         ranks: which rank runs what; empty: as the timeline itself tells.
@@ -97,13 +99,21 @@ def make_lanes(timeline: Timeline, ranks: Ranks = ()) -> tuple[Lane, ...]:
         kind = _kind(event.action)
         if kind is not None:
             bars[event.global_rank].append(Bar(kind=kind, event=event))
+    by_stage = () if ranks else stage_ranks(timeline)
+    if len(set(map(len, by_stage))) > 1:
+        places = [(rank, stage_index, 0) for stage_index, of_stage in enumerate(by_stage) for rank in of_stage]
+    else:
+        places = [
+            (rank, stage_index, replica_index)
+            for replica_index, pipeline in enumerate(ranks or pipeline_ranks(timeline))
+            for stage_index, rank in enumerate(pipeline)
+        ]
     lanes = []
-    for replica_index, pipeline in enumerate(ranks or pipeline_ranks(timeline)):
-        for stage_index, global_rank in enumerate(pipeline):
-            own = sorted(bars.pop(global_rank, ()), key=lambda bar: (bar.event.start_s, bar.event.end_s))
-            lanes.append(
-                Lane(global_rank=global_rank, stage_index=stage_index, replica_index=replica_index, bars=tuple(own))
-            )
+    for global_rank, stage_index, replica_index in places:
+        own = sorted(bars.pop(global_rank, ()), key=lambda bar: (bar.event.start_s, bar.event.end_s))
+        lanes.append(
+            Lane(global_rank=global_rank, stage_index=stage_index, replica_index=replica_index, bars=tuple(own))
+        )
     if bars:
         raise PlanError(f"the timeline has events of ranks {sorted(bars)}, which run no stage of a replica")
     return tuple(lanes)
@@ -120,30 +130,48 @@ def make_messages(
         boundary_bytes: ``boundary_bytes[s]``: bytes of the activations from stage s to s + 1, and of the gradients
             back, for a whole micro-batch; empty where unknown.
     """
-    pipelines = ranks or pipeline_ranks(timeline)
-    place = {rank: (pipeline, stage) for pipeline in pipelines for stage, rank in enumerate(pipeline)}
+    receiver_of = _receivers(timeline, ranks)
     num_slices = _slice_counts(event.action for event in timeline.events)
     messages = []
     for event in timeline.events:
         action = event.action
         if not isinstance(action, Action) or not action.type.is_send:
             continue
-        pipeline, stage_index = place[event.global_rank]
         is_activation = action.type is ActionType.SEND_ACTIVATION
         num_bytes = None
         if boundary_bytes:
-            whole = boundary_bytes[stage_index if is_activation else stage_index - 1][0 if is_activation else 1]
+            cut = action.stage_index if is_activation else action.stage_index - 1
+            whole = boundary_bytes[cut][0 if is_activation else 1]
             num_bytes = whole / num_slices.get(action.microbatch_index, 1)
         messages.append(
             Message(
                 action=action,
                 event=event,
                 sender=event.global_rank,
-                receiver=pipeline[action.peer_stage_index],
+                receiver=receiver_of(event.global_rank, action),
                 num_bytes=num_bytes,
             )
         )
     return tuple(sorted(messages, key=lambda message: (message.event.start_s, message.event.end_s)))
+
+
+def stage_ranks(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
+    """Which ranks run each stage, ascending, as a timeline's own actions tell.
+
+    Raises:
+        PlanError: a rank computes nothing.
+    """
+    stage_of: dict[int, int] = {}
+    for event in timeline.events:
+        if isinstance(event.action, Action):
+            stage_of.setdefault(event.global_rank, event.action.stage_index)
+    silent = sorted({event.global_rank for event in timeline.events} - set(stage_of))
+    if silent or not stage_of:
+        raise PlanError(f"the timeline does not tell which stages ranks {silent or 'all'} run; give ranks=")
+    num_stages = 1 + max(stage_of.values())
+    return tuple(
+        tuple(sorted(rank for rank, stage in stage_of.items() if stage == index)) for index in range(num_stages)
+    )
 
 
 def pipeline_ranks(timeline: Timeline) -> Ranks:
@@ -154,22 +182,27 @@ def pipeline_ranks(timeline: Timeline) -> Ranks:
     Raises:
         PlanError: a rank computes nothing, or stages have unlike numbers of ranks.
     """
-    stage_of: dict[int, int] = {}
-    for event in timeline.events:
-        if isinstance(event.action, Action):
-            stage_of.setdefault(event.global_rank, event.action.stage_index)
-    silent = sorted({event.global_rank for event in timeline.events} - set(stage_of))
-    if silent or not stage_of:
-        raise PlanError(f"the timeline does not tell which stages ranks {silent or 'all'} run; give ranks=")
-    num_stages = 1 + max(stage_of.values())
-    by_stage = [sorted(rank for rank, stage in stage_of.items() if stage == index) for index in range(num_stages)]
+    by_stage = stage_ranks(timeline)
     counts = [len(ranks) for ranks in by_stage]
     if len(set(counts)) > 1:
-        raise PlanError(f"the timeline has stages of {counts} ranks, so it does not tell the replicas; give ranks=")
-    layout = ParallelLayout(num_stages=num_stages, num_replicas=counts[0])
-    if all(list(layout.stage_ranks(index)) == ranks for index, ranks in enumerate(by_stage)):
+        raise PlanError(f"the timeline has stages of {counts} ranks, so there are no replicas")
+    layout = ParallelLayout(num_stages=len(by_stage), num_replicas=counts[0])
+    if all(layout.stage_ranks(index) == tuple(ranks) for index, ranks in enumerate(by_stage)):
         return tuple(layout.pipeline_ranks(replica_index) for replica_index in range(layout.num_replicas))
     return tuple(zip(*by_stage, strict=True))
+
+
+def _receivers(timeline: Timeline, ranks: Ranks) -> Callable[[int, Action], int]:
+    """Who gets what a rank sends: the next stage of its replica, or whoever has the micro-batch there."""
+    if not ranks and len(set(map(len, stage_ranks(timeline)))) > 1:
+        owners = {
+            (event.action.stage_index, event.action.microbatch_index): event.global_rank
+            for event in timeline.events
+            if isinstance(event.action, Action) and event.action.type.is_compute
+        }
+        return lambda _, action: owners[action.peer_stage_index, action.microbatch_index]
+    pipeline_of = {rank: pipeline for pipeline in ranks or pipeline_ranks(timeline) for rank in pipeline}
+    return lambda sender, action: pipeline_of[sender][action.peer_stage_index]
 
 
 def _kind(action: Action | StepEnd) -> BarKind | None:

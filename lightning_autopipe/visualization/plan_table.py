@@ -12,6 +12,8 @@ from rich.text import Text
 
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import LayerProfile
+from lightning_autopipe.core.quantities import duration_text, memory_text
+from lightning_autopipe.visualization.plan_summary import plan_summary, plan_title
 
 _MAX_RANKS_SHOWN = 8
 
@@ -19,27 +21,33 @@ _MAX_RANKS_SHOWN = 8
 def plan_table(plan: PipelinePlan) -> Table:
     """A rich table of a plan, one row a stage: ranks, layers, parameters, share of the work, bytes to the next stage.
 
-    Where layers were measured, also the predicted time of one micro-batch, and memory at its fullest.
+    Where layers were measured, also the predicted time of one micro-batch, and memory at its fullest. Under the table:
+    `plan_summary`, and the stages that hold a copy of a tied parameter. It fits 80 columns.
 
-    Parameters are numbers of elements (M million, B billion); a tied one counts in the first stage that uses it, and
-    the caption names the stages that hold a copy. Bytes are those of the whole traced batch, forward.
+    Parameters are numbers of elements (M million, B billion); a tied one counts in the first stage that uses it. Where
+    some are frozen, those that are trained stand below. Bytes are those of the whole traced batch, forward.
     """
-    layout = plan.layout
-    title = (
-        f"{_count(layout.num_stages, 'stage')} × {_count(layout.num_replicas, 'replica')}, {plan.schedule}, "
-        f"{_count(plan.num_microbatches, 'micro-batch')}"
-    )
-    table = Table(title=title, caption=_tie_note(plan), box=box.SIMPLE_HEAD, show_footer=True, padding=(0, 1, 0, 0))
     layers = plan.layers
+    has_frozen = any(layer.num_trainable_parameters < layer.num_parameters for layer in layers)
+    notes = "\n".join([*plan_summary(plan), *_tie_notes(plan)])
+    table = Table(
+        title=Text(plan_title(plan)),
+        title_justify="left",
+        caption=Text(notes) if notes else None,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_footer=True,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("stage", footer="all", justify="right", no_wrap=True)
-    table.add_column("rank" if layout.num_replicas == 1 else "ranks", no_wrap=True)
-    table.add_column("from … to", overflow="fold", min_width=20)
+    table.add_column("ranks", overflow="fold", min_width=5)
+    table.add_column("from … to", overflow="fold", min_width=9)
     table.add_column("layers", footer=str(len(layers)), justify="right", no_wrap=True)
-    parameters, trainable = _parameter_counts(layers)
-    table.add_column("parameters", footer=parameters, justify="right", no_wrap=True)
-    table.add_column("trainable", footer=trainable, justify="right", no_wrap=True)
+    # A header of two words takes two lines where it is narrow.
+    name = "param. trained" if has_frozen else "param."
+    table.add_column(name, footer=_parameters(layers, has_frozen), justify="right", min_width=7)
     table.add_column("work", justify="right", no_wrap=True)
-    table.add_column("sends on", justify="right", no_wrap=True)
+    table.add_column("sends on", justify="right", min_width=8)
     if plan.stage_predictions:
         table.add_column("µ-batch", justify="right", no_wrap=True)
         table.add_column("memory", justify="right", no_wrap=True)
@@ -49,13 +57,13 @@ def plan_table(plan: PipelinePlan) -> Table:
         work = f"{100 * plan.stage_work_shares[stage_index]:.1f} %" if plan.stage_work_shares else "?"
         table.add_row(
             str(stage_index),
-            _ranks(layout.stage_ranks(stage_index)),
+            _ranks(plan.mapping.stage_ranks[stage_index]),
             # Text and not a string: a module path may hold brackets, which rich would take for markup.
             Text(_layer_range(owned)),
             str(len(owned)),
-            *_parameter_counts(owned),
+            _parameters(owned, has_frozen),
             work,
-            "" if is_last else _bytes(owned[-1].boundary_bytes),
+            "" if is_last else memory_text(owned[-1].boundary_bytes),
             *_predicted(plan, stage_index),
         )
     return table
@@ -70,11 +78,6 @@ def plan_text(plan: PipelinePlan, *, width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines()) + "\n"
 
 
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{'' if number == 1 else plural}"
-
-
 def _ranks(ranks: Sequence[int]) -> str:
     shown = [str(rank) for rank in ranks]
     if len(shown) > _MAX_RANKS_SHOWN:
@@ -86,10 +89,10 @@ def _layer_range(layers: Sequence[LayerProfile]) -> str:
     return layers[0].name if len(layers) == 1 else f"{layers[0].name}\n… {layers[-1].name}"
 
 
-def _parameter_counts(layers: Sequence[LayerProfile]) -> tuple[str, str]:
-    total = sum(layer.num_parameters for layer in layers)
-    trainable = sum(layer.num_trainable_parameters for layer in layers)
-    return _number(total), _number(trainable)
+def _parameters(layers: Sequence[LayerProfile], has_frozen: bool) -> str:
+    total = _number(sum(layer.num_parameters for layer in layers))
+    trained = _number(sum(layer.num_trainable_parameters for layer in layers))
+    return f"{total}\n{trained}" if has_frozen else total
 
 
 def _number(value: int) -> str:
@@ -98,27 +101,14 @@ def _number(value: int) -> str:
     return f"{value / 1e6:.1f} M" if value < 1e9 else f"{value / 1e9:.2f} B"
 
 
-def _bytes(number: int) -> str:
-    value = float(number)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
 def _predicted(plan: PipelinePlan, stage_index: int) -> tuple[str, ...]:
     if not plan.stage_predictions:
         return ()
     stage = plan.stage_predictions[stage_index]
-    return _seconds(stage.microbatch_s), _bytes(stage.peak_bytes)
+    return duration_text(stage.microbatch_s), memory_text(stage.peak_bytes)
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _tie_note(plan: PipelinePlan) -> Text | None:
+def _tie_notes(plan: PipelinePlan) -> list[str]:
     first_stage: dict[str, int] = {}
     notes: list[str] = []
     for stage_index in range(plan.num_stages):
@@ -128,4 +118,4 @@ def _tie_note(plan: PipelinePlan) -> Text | None:
             f"stage {stage_index} holds a copy of {name} (tied; counted in stage {first_stage[name]})"
             for name in copies
         )
-    return Text("\n".join(notes)) if notes else None
+    return notes

@@ -16,6 +16,7 @@ from lightning_autopipe.core.quantities import duration_text, memory_text
 from lightning_autopipe.core.timeline import Timeline
 from lightning_autopipe.visualization.lanes import Ranks
 from lightning_autopipe.visualization.picture import timeline_svg
+from lightning_autopipe.visualization.plan_summary import runners_up_table
 from lightning_autopipe.visualization.plan_table import plan_table
 from lightning_autopipe.visualization.timeline_table import timeline_table, traffic_table
 from lightning_autopipe.visualization.traffic import LinkUse
@@ -30,18 +31,16 @@ def report_html(
     *,
     ranks: Ranks = (),
     uses: Sequence[LinkUse] = (),
-    runners_up: Sequence[Mapping[str, str]] = (),
     notes: Sequence[str] = (),
     title: str = "Pipeline plan",
 ) -> str:
-    """The report as HTML text: equal input gives equal text.
+    """The report as HTML text: equal input gives equal text. The plan's own runners-up are in it.
 
     Args:
         plan: the plan.
         timelines: of its step, by name, such as predicted and measured; none: no picture.
         ranks: ``ranks[r][s]`` runs stage s of replica r; empty: as the timelines tell.
         uses: of links; none: no table of them.
-        runners_up: other plans that were considered, each as columns and their texts.
         notes: sentences to be shown under the figures.
         title: of the page.
 
@@ -65,8 +64,8 @@ def report_html(
         tables.append(_cells(timeline_table(timeline, ranks=ranks, max_rows=_ALL_ROWS), f"Ranks, {name}".rstrip(", ")))
     if uses:
         tables.append(_cells(traffic_table(uses, max_rows=_ALL_ROWS), "Links"))
-    if runners_up:
-        tables.append(_runner_up_cells(runners_up))
+    if plan.runners_up:
+        tables.append(_cells(runners_up_table(plan, max_rows=_ALL_ROWS), ""))
     return template.render(
         title=title,
         figures=[_figures(name, timeline) for name, timeline in timelines.items()],
@@ -104,26 +103,13 @@ def _cells(table: Table, heading: str) -> dict[str, Any]:
     """What a rich table shows, as texts."""
     columns = table.columns
     return {
-        "heading": heading,
-        "title": _plain(table.title),
+        "heading": heading or _plain(table.title).capitalize(),
+        "title": _plain(table.title) if heading else "",
         "header": [_plain(column.header) for column in columns],
         "numeric": [column.justify == "right" for column in columns],
         "rows": list(zip(*([_plain(cell) for cell in column.cells] for column in columns), strict=True)),
         "footer": [_plain(column.footer) for column in columns] if table.show_footer else [],
         "caption": _plain(table.caption),
-    }
-
-
-def _runner_up_cells(runners_up: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    header = list(dict.fromkeys(name for runner_up in runners_up for name in runner_up))
-    return {
-        "heading": "Runners-up",
-        "title": "",
-        "header": header,
-        "numeric": [False] * len(header),
-        "rows": [[runner_up.get(name, "") for name in header] for runner_up in runners_up],
-        "footer": [],
-        "caption": "",
     }
 
 

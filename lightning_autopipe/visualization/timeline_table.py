@@ -16,6 +16,7 @@ from lightning_autopipe.visualization.lanes import BarKind, Lane, Ranks, make_la
 from lightning_autopipe.visualization.traffic import LinkUse
 
 _MAX_ROWS = 64
+_MAX_FLOWS = 6
 _SHARES = {
     "compute": (BarKind.FORWARD, BarKind.FORWARD_SLICE, BarKind.BACKWARD, BarKind.BACKWARD_SLICE),
     "reduce": (BarKind.TIED_GRADIENTS, BarKind.GRADIENTS),
@@ -53,25 +54,35 @@ def timeline_table(timeline: Timeline, *, ranks: Ranks = (), max_rows: int = _MA
             str(lane.global_rank),
             *(_seconds_of(lane, kinds) for kinds in shares.values()),
             duration_text(idle_s),
-            f"{100 * idle_s / timeline.step_s:.1f} %" if timeline.step_s else "",
+            _percent(idle_s / timeline.step_s) if timeline.step_s else "",
             *([_memory(timeline, lane)] if timeline.peak_bytes else []),
         )
     return _cut(table, len(lanes), max_rows, "ranks")
 
 
 def traffic_table(uses: Sequence[LinkUse], *, max_rows: int = _MAX_ROWS) -> Table:
-    """One row a link, or pair of ranks: messages, bytes, how long it is busy."""
-    table = _table("messages between stages in one step")
-    table.add_column("from → to", no_wrap=True)
-    for name in ("messages", "bytes", "busy", "share of the step"):
+    """One row a link, or pair of ranks: what goes over it, how long it is busy, and which flows meet there."""
+    is_of_links = any(use.contended_share is not None for use in uses)
+    has_sums = any(use.summed_bytes for use in uses)
+    table = _table("links in one step" if is_of_links else "messages between stages in one step")
+    table.add_column("from → to", overflow="fold", min_width=9)
+    counts = [] if is_of_links else ["messages"]
+    sums = ["of sums"] if has_sums else []
+    for name in (*counts, "bytes", *sums, "busy", "share"):
         table.add_column(name, justify="right", no_wrap=True)
+    if is_of_links:
+        table.add_column("shared", justify="right", no_wrap=True)
+        table.add_column("by flows", overflow="fold", min_width=8)
     for use in uses[:max_rows]:
+        meeting: list[str | Text] = [_percent(use.contended_share or 0.0), _flows(use.contending)]
         table.add_row(
             Text(use.name),
-            str(use.num_messages),
+            *([] if is_of_links else ["?" if use.num_messages is None else str(use.num_messages)]),
             "?" if use.num_bytes is None else memory_text(use.num_bytes),
+            *([memory_text(use.summed_bytes)] if has_sums else []),
             duration_text(use.busy_s),
-            f"{100 * use.busy_share:.1f} %",
+            _percent(use.busy_share),
+            *(meeting if is_of_links else []),
         )
     return _cut(table, len(uses), max_rows, "links")
 
@@ -82,6 +93,15 @@ def timeline_text(timeline: Timeline, *, ranks: Ranks = (), width: int = 120) ->
     console = Console(file=file, width=width, color_system=None, force_terminal=False, legacy_windows=False)
     console.print(timeline_table(timeline, ranks=ranks))
     return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines()) + "\n"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _flows(names: Sequence[str]) -> Text:
+    more = f" +{len(names) - _MAX_FLOWS}" if len(names) > _MAX_FLOWS else ""
+    return Text(", ".join(names[:_MAX_FLOWS]) + more)
 
 
 def _seconds_of(lane: Lane, kinds: Sequence[BarKind]) -> str:

@@ -1,4 +1,4 @@
-"""What messages between stages ask of the links that they go over."""
+"""What a step asks of the links that it goes over."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ class LinkUse:
     """One step's use of a link, or of the way from one rank to another."""
 
     name: str
-    num_messages: int
+    num_messages: int | None
+    """None where not counted."""
     num_bytes: float | None
     """None where unknown."""
     busy_s: float
-    """Seconds in which at least one message is on its way."""
+    """Seconds in which at least one message is on its way; of a link, those that its bytes take."""
     busy_share: float
     """Of the step, 0 to 1."""
+    summed_bytes: float = 0.0
+    """Of `num_bytes`, those of sums of gradients."""
+    contended_share: float | None = None
+    """Share of the step in which more than one flow has something under way here; None where not known."""
+    contending: tuple[str, ...] = ()
+    """The flows that do, as ``3→2``."""
 
 
 def link_uses(

@@ -66,6 +66,34 @@ def test_messages_have_receivers_and_bytes() -> None:
     assert {message.num_bytes for message in make_messages(timeline)} == {None}
 
 
+def test_where_stages_have_unlike_numbers_of_ranks_lanes_go_by_stage() -> None:
+    timeline = of_events(
+        an_event("0F0", 4, 0, 1),
+        an_event("0F1", 1, 0, 1),
+        an_event("0SA0", 4, 1, 2),
+        an_event("0SA1", 1, 1, 3),
+        an_event("1F0", 0, 2, 3),
+        an_event("1F1", 0, 3, 4),
+        an_event("1SG0", 0, 4, 5),
+        an_event("1SG1", 0, 5, 6),
+    )
+    lanes = make_lanes(timeline)
+    assert [(lane.global_rank, lane.stage_index, lane.replica_index) for lane in lanes] == [
+        (1, 0, 0),
+        (4, 0, 0),
+        (0, 1, 0),
+    ]
+    messages = make_messages(timeline, boundary_bytes=[(100, 50)])
+    assert [(message.sender, message.receiver, message.num_bytes) for message in messages] == [
+        (4, 0, 100),
+        (1, 0, 100),
+        (0, 4, 50),
+        (0, 1, 50),
+    ]
+    with pytest.raises(PlanError, match=r"stages of \[2, 1\] ranks, so there are no replicas"):
+        pipeline_ranks(timeline)
+
+
 def test_use_of_links_counts_overlapping_messages_once() -> None:
     timeline = of_events(
         an_event("0F0", 1, 0, 1),
@@ -87,11 +115,6 @@ def test_use_of_links_counts_overlapping_messages_once() -> None:
             of_events(an_event(StepEnd.OPTIMIZER, 2, 0, 1), an_event("0F0", 0, 0, 1)),
             (),
             r"ranks \[2\] run; give ranks=",
-        ),
-        (
-            of_events(an_event("0F0", 0, 0, 1), an_event("0F0", 1, 0, 1), an_event("1F0", 2, 0, 1)),
-            (),
-            r"stages of \[2, 1\] ranks",
         ),
         (of_events(an_event("0F0", 0, 0, 1), an_event("1F0", 7, 0, 1)), ((0, 1),), r"events of ranks \[7\]"),
     ],

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from textwrap import dedent
 from typing import Any
 
+import pytest
 from rich.table import Table
 
 from lightning_autopipe.core import (
@@ -47,44 +49,70 @@ def a_plan(**changes: Any) -> PipelinePlan:
 
 def test_the_text_shows_every_stage() -> None:
     expected = """
-                         3 stages × 2 replicas, 1f1b, 8 micro-batches
+        3 stages × 2 replicas, 1f1b, 8 micro-batches
 
-         stage  ranks  from … to             layers  parameters  trainable    work  sends on
-         ────────────────────────────────────────────────────────────────────────────────────
-             0  2, 5   wte                        2      38.6 M     38.6 M  50.0 %   1.5 MiB
-                       … h[0]
-             1  1, 4   h[1]                       1      99,999     99,999  25.0 %     512 B
-             2  0, 3   head                       1           0          0  25.0 %
+         stage  ranks  from … to  layers  param. trained    work  sends on
+         ──────────────────────────────────────────────────────────────────
+             0  2, 5   wte             2          38.6 M  50.0 %   1.5 MiB
+                       … h[0]                     38.6 M
+             1  1, 4   h[1]            1          99,999  25.0 %     512 B
+                                                  99,999
+             2  0, 3   head            1               0  25.0 %
+                                                       0
 
-           all                                    4      38.7 M     38.7 M
+           all                         4          38.7 M
+                                                  38.7 M
 
-                    stage 2 holds a copy of wte.weight (tied; counted in stage 0)
+        stage 2 holds a copy of wte.weight (tied; counted in stage 0)
     """
     assert [line.strip() for line in plan_text(a_plan()).splitlines()] == [
         line.strip() for line in dedent(expected).strip("\n").splitlines()
     ]
 
 
-def test_the_text_stays_within_its_width_and_has_no_colours() -> None:
-    for width in (80, 100, 200):
-        text = plan_text(a_plan(), width=width)
-        assert "\x1b" not in text
-        assert max(len(line) for line in text.splitlines()) <= width
-        assert text.endswith("\n")
-    assert "sends on" in plan_text(a_plan(), width=90)
+def test_what_is_trained_is_shown_where_some_is_frozen() -> None:
+    layers = (a_layer("a", 5, trainable=False), a_layer("b", 7))
+    options: dict[str, Any] = {
+        "partition": Partition(cut_points=(1,), num_layers=2),
+        "mapping": DeviceMapping.of_layout(ParallelLayout(num_stages=2)),
+        "stage_work_shares": (),
+    }
+    assert "trained" in plan_text(a_plan(layers=layers, **options))
+    assert "trained" not in plan_text(a_plan(layers=layers[1:] * 2, **options))
+
+
+BYTES_EACH = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "working_bytes")
+
+
+def some_predictions(num_bytes: int) -> tuple[StagePrediction, ...]:
+    return tuple(
+        StagePrediction(forward_s=seconds, backward_s=seconds, buffer_bytes=0, **dict.fromkeys(BYTES_EACH, num_bytes))
+        for seconds in (0.001, 0.02345, 1.5)
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_the_text_stays_within_its_width_with_whole_headers_and_no_colours(width: int) -> None:
+    """All columns, each as wide as they get."""
+    widest = a_plan(
+        stage_predictions=some_predictions(200 << 20),
+        stage_work_shares=(1.0, 0.0, 0.0),
+        layers=tuple(replace(layer, boundary_bytes=1000 << 10) for layer in a_plan().layers),
+    )
+    text = plan_text(widest, width=width)
+    assert "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert text.endswith("\n")
+    words = ("stage", "ranks", "from … to", "layers", "param.", "trained", "work", "sends", "on", "µ-batch", "memory")
+    for word in (*words, "100.0 %", "1000 MiB", "1000 KiB"):
+        assert word in text
+    assert "…" not in text.replace("from … to", "").replace("… h[0]", "")
 
 
 def test_predicted_time_and_memory_are_shown() -> None:
-    bytes_each = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "working_bytes")
-    stages = tuple(
-        StagePrediction(forward_s=seconds, backward_s=seconds, buffer_bytes=0, **dict.fromkeys(bytes_each, 1 << 20))
-        for seconds in (0.001, 0.02345, 1.5)
-    )
-    text = plan_text(a_plan(stage_predictions=stages), width=120)
-    assert "µ-batch" in text
-    assert "memory" in text
-    for seconds in ("2 ms", "46.9 ms", "3.00 s"):
-        assert f" {seconds}  5.0 MiB" in text
+    text = plan_text(a_plan(stage_predictions=some_predictions(1 << 20)), width=120)
+    for seconds in ("2 ms", "46.9 ms", "3 s"):
+        assert f" {seconds}   5 MiB" in text
 
 
 def test_one_stage_and_no_prediction() -> None:
@@ -95,7 +123,7 @@ def test_one_stage_and_no_prediction() -> None:
         num_microbatches=1,
     )
     text = plan_text(plan)
-    assert "1 stage × 40 replicas, 1f1b, 1 micro-batch\n" in text
+    assert text.startswith("1 stage × 40 replicas, 1f1b, 1 micro-batch\n")
     assert "0, 1, 2, 3, 4, 5, …, 39" in text
     assert "  ?\n" in text
     assert "copy" not in text
