@@ -40,6 +40,16 @@ def test_loss_and_gradients_equal_the_uncut_model(num_stages: int, num_microbatc
     assert_same_gradients(gradients(toy), expected)
 
 
+@pytest.mark.parametrize("depths", [(5, 4, 1, 0), (6, 5, 3, 0), (9, 9, 9, 9), (0, 0, 0, 0), (3, 0, 0, 0)])
+def test_any_depth_of_the_warm_up_gives_the_same(depths: tuple[int, ...]) -> None:
+    toy, ids = Toy(), batch(16)
+    _, expected = reference(toy, ids)
+    pipeline = run_in_process(cut([toy] * 4, ids, 8), one_f_one_b(4, 8, depths))
+    assert_same_gradients(gradients(toy), expected)
+    peaks = [executor.peak_live_microbatches for executor in pipeline.executors]
+    assert peaks == [min(depth + 1, 8) for depth in depths]
+
+
 def test_a_lowered_schedule_gives_the_same() -> None:
     toy, ids = Toy(), batch(7)
     _, expected = reference(toy, ids)

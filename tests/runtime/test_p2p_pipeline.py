@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.schedule import Schedule
 from lightning_autopipe.runtime.executor import StageExecutor
 from lightning_autopipe.runtime.p2p_transport import P2PTransport
 from lightning_autopipe.runtime.process_groups import ProcessGroups, create_process_groups
@@ -32,6 +33,13 @@ def connect(num_stages: int, num_replicas: int = 1, timeout_s: float = 20) -> tu
     return groups, transport
 
 
+def schedule_of(name: str, num_stages: int, num_microbatches: int) -> Schedule:
+    """By name; "deep" is 1F1B with a warm-up that runs further ahead than plain 1F1B's."""
+    if name == "deep":
+        return one_f_one_b(num_stages, num_microbatches, range(2 * num_stages, 0, -2))
+    return get_schedule(name, num_stages, num_microbatches)
+
+
 def train_toy(num_stages: int, num_replicas: int, steps: list[tuple[str, int, int]]) -> list[tuple[Any, Any]]:
     """Loss (last stage) and own gradients of each step (schedule, samples, micro-batches)."""
     groups, transport = connect(num_stages, num_replicas)
@@ -43,14 +51,14 @@ def train_toy(num_stages: int, num_replicas: int, steps: list[tuple[str, int, in
         train = name != "forward_only"
         stage = cut([toy] * num_stages, part, num_microbatches, total=len(ids), train=train)[groups.stage_index]
         with torch.set_grad_enabled(train):
-            executor.run(stage, get_schedule(name, num_stages, num_microbatches))
+            executor.run(stage, schedule_of(name, num_stages, num_microbatches))
         results.append((weighted_loss(stage) if stage.losses else None, gradients(toy)))
     return results
 
 
 @pytest.mark.parametrize(("num_stages", "num_replicas"), [(2, 2), (4, 1), (1, 2)])
 def test_real_processes_give_the_uncut_gradients(num_stages: int, num_replicas: int) -> None:
-    steps = [("1f1b", 8, 4), ("forward_only", 6, 2), ("gpipe", 7, 3), ("1f1b", 8, 1), ("1f1b", 5, 2)]
+    steps = [("1f1b", 8, 4), ("forward_only", 6, 2), ("gpipe", 7, 3), ("1f1b", 8, 1), ("1f1b", 5, 2), ("deep", 24, 12)]
     by_rank = run_processes(num_stages * num_replicas, train_toy, num_stages, num_replicas, steps)
     for step, (name, num_samples, _) in enumerate(steps):
         loss, expected = reference(Toy(), batch(num_samples))
