@@ -8,13 +8,17 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.planner.cost import Work
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
+from lightning_autopipe.planner.order_proof import OrderProof, is_provable
 from lightning_autopipe.planner.partitioner import EFFORT, MAX_EXACT, PartitionChoice, PartitionSearch
 from lightning_autopipe.planner.replica import Depths, pipeline_bound_s
 from lightning_autopipe.planner.starts import quick_cuts
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
+PROOF_EFFORT = 300_000
+"""Stages of partial choices that branch and bound may look at."""
 _MAX_ORDERS = 5_000
 """Orders that are all compared by their bound, with cuts that are quick to know."""
 _MAX_ORDERS_WITH_LINKS = 1_000
@@ -36,22 +40,36 @@ class DeviceOrderChoice:
 
     devices: Order
     choice: PartitionChoice
+    lower_bound_s: float = 0.0
+    """What a step takes at least in any order with any partition, as far as that is known; without links only."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no other order of the devices with any other partition has a shorter step, with these depths."""
+        return self.lower_bound_s > 0 and self.choice.step_s <= self.lower_bound_s * _SAME
 
 
 def choose_device_order(
-    setting: PipelineSetting, *, depths: Depths | None = None, effort: int = EFFORT, max_exact: int = MAX_EXACT
+    setting: PipelineSetting,
+    *,
+    depths: Depths | None = None,
+    effort: int = EFFORT,
+    max_exact: int = MAX_EXACT,
+    proof_effort: int = PROOF_EFFORT,
 ) -> DeviceOrderChoice:
     """The order of the devices of one pipeline, and the partition, with the shortest step.
 
     Devices that are alike are not told apart where no links do. Where there are few orders and partitions, all are
     looked at, those with the least bounds first. Else partitions are searched for the orders with the best starts, and
-    from the best one devices are swapped in pairs as long as that helps.
+    from the best one devices are swapped in pairs as long as that helps; without links, branch and bound then looks for
+    a better one, or proves that there is none.
 
     Args:
         setting: with one replica, whose devices may be put in any order.
         depths: of the warm-up; None: as many micro-batches as stages follow.
         effort: actions that may be simulated in all.
         max_exact: number of orders times partitions up to which all are looked at.
+        proof_effort: stages that may be looked at for the proof; 0: none is tried.
 
     Raises:
         ConfigurationError: there are more stages than layers, or nothing was found that fits the memory.
@@ -81,7 +99,20 @@ def choose_device_order(
     best = _swapped(setting, min(searches[:_NUM_SEARCHED], key=_value), depths, effort // 2)
     if best.objective.shares_links:
         return _best_of_simulated([best, *searches[:_NUM_SEARCHED]])
-    return DeviceOrderChoice(devices=_order_of(best), choice=best.choice(is_exact=False))
+    return _proven(setting, _order_of(best), best.choice(is_exact=False), proof_effort)
+
+
+def _proven(setting: PipelineSetting, order: Order, choice: PartitionChoice, effort: int) -> DeviceOrderChoice:
+    """The choice, or a better one, with what is proven of it."""
+    if setting.network is not None or not effort or not is_provable(setting):
+        return DeviceOrderChoice(devices=order, choice=choice)
+    proof = OrderProof(setting, choice.depths, order, choice.partition.cut_points, choice.step_s).run(effort=effort)
+    partition = Partition(cut_points=proof.cuts, num_layers=setting.cost.num_layers)
+    return DeviceOrderChoice(
+        devices=proof.devices,
+        choice=replace(choice, partition=partition, step_s=proof.step_s, is_exact=proof.is_exact),
+        lower_bound_s=proof.lower_bound_s,
+    )
 
 
 def _orders(devices: Sequence[Device], *, by_rank: bool) -> list[Order] | None:
@@ -149,7 +180,8 @@ def _best_of_all(setting: PipelineSetting, orders: Sequence[Order], depths: Dept
             shortest_s = min(shortest_s, searches[index].step_s)
     best = min(searches, key=_value)
     if not best.objective.shares_links:
-        return DeviceOrderChoice(devices=_order_of(best), choice=best.choice(is_exact=True))
+        choice = best.choice(is_exact=True)
+        return DeviceOrderChoice(devices=_order_of(best), choice=choice, lower_bound_s=choice.step_s)
     return _best_of_simulated(searches)
 
 
