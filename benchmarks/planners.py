@@ -154,7 +154,7 @@ def main() -> int:
         tables["b"].append(unrestricted(case, profile, name))
         if name in SEARCHED and (row := gains(case, tables["b"][-1], profile, name)) is not None:
             tables["c"].append(row)
-        print(f"{profile} on {name}", flush=True)
+        print(f"{profile} on {name}", *shortfalls(rows), sep="\n    ", flush=True)
     print(printed(tables))
     found = shortfalls(tables["a"])
     if options.json:

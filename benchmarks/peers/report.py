@@ -66,8 +66,8 @@ ours: above 1, ours is quicker.
 ## Conditions
 
 - Models are profiles that others measured and published ([list](../benchmarks/profiles/README.md)). Clusters are
-  examples of `lightning_autopipe/cluster/examples` and two synthetic ones. A device of speed 0.5 takes twice as long for
-  everything.
+  examples of `lightning_autopipe/cluster/examples` and two synthetic ones. A device of speed 0.5 takes twice as long
+  for everything.
 - The peers are *not* their released programs but their objectives, written anew from the papers' formulas in
   `benchmarks/peers`, and optimised exactly (uniform, parameters, min-max, PipeDream, Piper) or by local search
   (DAPPLE). They plan for one kind of device, of the mean speed, and for the bandwidth of the slowest way between two
