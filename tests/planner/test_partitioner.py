@@ -116,23 +116,46 @@ def test_it_is_never_above_brute_force(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_largest_sizes_are_exact_too(seed: int) -> None:
-    """12 layers, 4 stages on 4 unlike devices."""
+    """12 layers, 4 stages on 4 devices of unlike speeds and memories."""
     import random
 
     chance = random.Random(seed)
-    forward_s = [chance.random() for _ in range(12)]
-    backward_s = [2 * chance.random() for _ in range(12)]
-    devices = tuple(a_device(rank, relative_speed=chance.choice([1.0, 0.5, 0.25])) for rank in range(4))
-    setting = a_setting(a_profile(forward_s, backward_s), 4, 8, devices=(devices,))
-    found = choose_device_order(setting)
+    layers = []
+    for index in range(12):
+        measured = LayerMeasurement(
+            forward_s=chance.random(),
+            backward_s=2 * chance.random(),
+            activation_bytes=chance.randint(0, 50),
+            peak_bytes=chance.randint(0, 80),
+            sent_bytes=0,
+            gradient_bytes=0,
+        )
+        num_bytes = chance.randint(0, 40)
+        layers.append(
+            LayerProfile(
+                name=str(index), forward_flops=1, param_bytes=num_bytes, trainable_bytes=num_bytes, measured=measured
+            )
+        )
+    devices = tuple(
+        a_device(rank, relative_speed=chance.choice([1.0, 0.5, 0.25]), memory_bytes=chance.choice([450, 700, 1500]))
+        for rank in range(4)
+    )
+    setting = a_setting(ModelProfile(layers=tuple(layers)), 4, 8, devices=(devices,))
     # The simulator equals the recurrence here, which is quick enough for all 3,960.
-    best = math.inf
+    best, num_too_large, depths = math.inf, 0, default_depths(4)
     for order in every_order(devices):
         objective = Objective(replace(setting, devices=(order,)))
         for cuts in combinations(range(1, 12), 3):
-            best = min(best, objective.step_s(cuts, default_depths(4)))
+            if objective.overflow_bytes(cuts, depths):
+                num_too_large += 1
+            else:
+                best = min(best, objective.step_s(cuts, depths))
+    assert num_too_large, "memory is to be a limit"
+    assert math.isfinite(best)
+    found = choose_device_order(setting)
     chosen = replace(setting, devices=(found.devices,))
     assert found.choice.is_exact
+    assert not Objective(chosen).overflow_bytes(found.choice.partition.cut_points, depths)
     assert simulated_s(chosen, found.choice.partition.cut_points) == pytest.approx(best, rel=1e-12)
 
 
