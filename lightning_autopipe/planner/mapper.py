@@ -125,8 +125,7 @@ class _Chooser:
         found: list[_Found] = []
         for candidate in candidates:
             below_s = _NEAR * min((one.step_s for one in found), default=math.inf)
-            effort = self._partition_effort if candidate is launcher else self._partition_effort // _SHORT
-            one = self._partitioned(candidate, effort, below_s)
+            one = self._partitioned(candidate, self._partition_effort // _SHORT, below_s)
             found += [one] if one is not None else []
         if not found:
             self._refuse(candidates[-1])
@@ -159,10 +158,10 @@ class _Chooser:
         search = self._search(keeps_rank_0=False)
         start = search.evaluated(best.grid, best.cuts)
         starts = [start, *search.best_of(self._starts(orders))[:1]]
-        improved = [search.improved(candidate, effort=self._effort // (2 * len(starts))) for candidate in starts]
+        improved = [search.improved(candidate, effort=self._effort // (4 * len(starts))) for candidate in starts]
         for candidate in unlike(improved):
             if is_less(candidate.score, start.score):  # else it promises no more than is there already
-                best = self._partitioned(candidate, self._partition_effort, best.step_s) or best
+                best = self._partitioned(candidate, self._partition_effort // _SHORTER, best.step_s) or best
         self._num_scored += search.num_scored
         return best
 

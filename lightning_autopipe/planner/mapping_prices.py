@@ -135,24 +135,44 @@ class MappingPrices:
         return overflow
 
     def lower_bound_s(self) -> float:
-        """What no mapping can be below: all work shared perfectly, and one micro-batch where each layer is fastest."""
+        """What no mapping can be below, with the fastest devices, work shared as one likes and no links.
+
+        A replica takes at least T + c t: its way T of one micro-batch through all stages, and c = M - 1 micro-batches
+        on a stage that takes t for one, less the forwards, or backwards, that its depth lets run in the meantime.
+        Weighted by (A v - 1) / c for stages on devices of speed v, which are to sum up to 1, that is at least A times
+        the work of a micro-batch. Of all replicas together, A is at least what makes A v - 1 sum up to all c.
+        """
         setting = self.setting
-        by_kind = [
+        times = [
             [f1 - f0 + b1 - b0 for (f0, f1), (b0, b1) in zip(pairwise(forward), pairwise(backward), strict=True)]
             for forward, backward, _ in self._prefixes
         ]
-        reference = by_kind[0]
+        reference = times[0]
         # A device is as fast as on the layer that it is fastest at.
         speeds = [
             max((ours / its for ours, its in zip(reference, layers, strict=True) if its > 0), default=0.0)
-            for layers in by_kind
+            for layers in times
         ]
         needed = setting.num_stages * setting.num_replicas
-        speed = sum(sorted((speeds[kind] for kind in self.kinds), reverse=True)[:needed])
-        shared_s = setting.num_microbatches * sum(reference) / speed if speed else 0.0
-        alone_s: float = sum(min(of_layer) for of_layer in zip(*by_kind, strict=True))
-        bound_s: float = max(shared_s, alone_s)
-        return bound_s + setting.exchange_s
+        fastest = sorted((speeds[kind] for kind in self.kinds), reverse=True)[:needed]
+        alone_s: float = sum(min(of_layer) for of_layer in zip(*times, strict=True))
+        overlap = max(setting.depths) * self._largest_share_of_shorter()
+        most_added = setting.num_microbatches - setting.num_replicas * (1 + overlap)
+        rate = max(setting.num_microbatches / sum(fastest), _least_rate(fastest, most_added)) if any(fastest) else 0.0
+        return max(rate * sum(reference), alone_s) + setting.exchange_s
+
+    def _largest_share_of_shorter(self) -> float:
+        """Of forward and backward the shorter one's share of both, at most, in any layers."""
+        most = []
+        for work, other in ((0, 1), (1, 0)):
+            layers = (zip(pairwise(of[work]), pairwise(of[other]), strict=True) for of in self._prefixes)
+            most.append(
+                max(
+                    ((w1 - w0) / both for of in layers for (w0, w1), (o0, o1) in of if (both := w1 - w0 + o1 - o0)),
+                    default=0.0,
+                )
+            )
+        return min(0.5, *most)
 
     # Cuts and shares for a grid ---------------------------------------------
 
@@ -265,3 +285,15 @@ def _message_s(route: Route, num_bytes: float) -> float:
 
 def _last(values: Sequence[float]) -> float:
     return values[-1]
+
+
+def _least_rate(speeds: Sequence[float], total: float) -> float:
+    """The A for which the sum of all A v - 1 that are positive is ``total``; speeds fall."""
+    rate = 0.0
+    speed = 0.0
+    for number, one in enumerate(speeds, start=1):
+        speed += one
+        rate = (total + number) / speed
+        if number < len(speeds) and rate * speeds[number] <= 1:
+            break
+    return rate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from lightning_autopipe.core.cluster import Device
@@ -19,6 +20,7 @@ from lightning_autopipe.planner.simulator import simulated_s
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
 from lightning_autopipe.schedules.one_f_one_b import one_f_one_b
 
+_schedule = lru_cache(maxsize=64)(one_f_one_b)
 _ACTIONS_OF_BOUND = 8
 """A bound takes about as long for each stage as so many actions of the recurrence."""
 _ACTIONS_OF_SIMULATED = 20
@@ -88,6 +90,7 @@ class Objective:
         self._gradients = GradientBytes(setting.cost)
         self._rings: dict[tuple[int, ...], list[Route]] = {}
         self._memories: dict[tuple[int, int], StageMemory] = {}
+        self._overflows: dict[tuple[int, int, int, int], int] = {}
         has_optimizer = any(replica.has_optimizer for replica in self._unlike)
         self._only_computes = len(self._ranks) == 1 and not setting.cost.ties and not has_optimizer
 
@@ -203,8 +206,13 @@ class Objective:
         """By how much all stages together exceed their devices' memory."""
         if not self.setting.devices:
             return 0
-        edges = enumerate(pairwise((0, *cuts, self.num_layers)))
-        return sum(self.stage_overflow_bytes(stage, start, stop, depths[stage]) for stage, (start, stop) in edges)
+        overflows, edges = self._overflows, (0, *cuts, self.num_layers)
+        overflow_bytes = 0
+        for place in zip(range(len(depths)), edges, edges[1:], depths, strict=False):
+            if place not in overflows:
+                overflows[place] = self.stage_overflow_bytes(*place)
+            overflow_bytes += overflows[place]
+        return overflow_bytes
 
     def stage_overflow_bytes(self, stage_index: int, start: int, stop: int, depth: int) -> int:
         """By how much one stage exceeds the memory of its devices, those of all replicas together."""
@@ -233,7 +241,7 @@ class Objective:
         setting = self.setting
         return StepWork(
             stages=tuple(self._stage_work(replica, cuts) for replica in self._replicas),
-            schedules=tuple(one_f_one_b(setting.num_stages, number, depths) for number in setting.num_microbatches),
+            schedules=tuple(_schedule(setting.num_stages, number, depths) for number in setting.num_microbatches),
             ranks=self._ranks,
             network=setting.network,
             tied_bytes=tuple(self._tied_bytes(cuts).items()),

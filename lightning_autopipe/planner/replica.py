@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from lightning_autopipe.core.cluster import Device
@@ -45,10 +46,10 @@ class ReplicaPrices:
         self._forward, self._backward, self._optimizer = map(prefixes, (Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER))
         self.has_optimizer = any(prefix[-1] > 0 for prefix in self._optimizer)
         cuts = range(cost.num_layers + 1)
-        sent = [cost.sent_bytes(cut, microbatch_size=microbatch_size) for cut in cuts]
-        returned = [cost.gradient_bytes(cut, microbatch_size=microbatch_size) for cut in cuts]
-        self._out = [[_hop(there, num_bytes) for num_bytes in sent] for there, _ in routes]
-        self._back = [[_hop(back, num_bytes) for num_bytes in returned] for _, back in routes]
+        sent = tuple(cost.sent_bytes(cut, microbatch_size=microbatch_size) for cut in cuts)
+        returned = tuple(cost.gradient_bytes(cut, microbatch_size=microbatch_size) for cut in cuts)
+        self._out = [_hops_of(there, sent) for there, _ in routes]
+        self._back = [_hops_of(back, returned) for _, back in routes]
         self._has_hops = any(any(hop) for hops in (*self._out, *self._back) for hop in hops)
 
     def stage_s(self, cuts: Cuts) -> list[tuple[float, float]]:
@@ -142,6 +143,12 @@ def pipeline_bound_s(
         before += both + crossing
         behind -= crossing
     return bound
+
+
+@lru_cache(maxsize=4096)
+def _hops_of(route: Route, num_bytes_by_cut: tuple[float, ...]) -> tuple[Hop, ...]:
+    """By cut, what a message takes; many pairs of devices are joined alike."""
+    return tuple(_hop(route, num_bytes) for num_bytes in num_bytes_by_cut)
 
 
 def _hop(route: Route, num_bytes: float) -> Hop:

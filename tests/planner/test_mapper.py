@@ -155,6 +155,25 @@ def test_shares(num_microbatches: int, fills: list[float], periods: list[float],
     assert share_microbatches(num_microbatches, fills, periods) == expected
 
 
+@pytest.mark.parametrize(
+    ("speeds", "num_stages", "num_replicas", "expected"),
+    [
+        ([1.0] * 4, 4, 1, (8 - 1 - 3 / 3 + 4) / 4),
+        ([1.0] * 4, 2, 2, (8 - 2 * (1 + 1 / 3) + 4) / 4),
+        ([1.0, 1.0, 0.5, 0.5], 4, 1, (8 - 1 - 3 / 3 + 4) / 3),
+        ([1.0, 1.0, 1.0, 0.05], 4, 1, (8 - 1 - 3 / 3 + 3) / 3),  # the slow one does not help
+        ([1.0] * 6, 4, 1, (8 - 1 - 3 / 3 + 4) / 4),
+    ],
+)
+def test_the_lower_bound_by_hand(speeds: list[float], num_stages: int, num_replicas: int, expected: float) -> None:
+    """In micro-batches of 12 seconds, on devices of speed 1; each stage takes 1 forward and 2 backward."""
+    topology = a_cluster("A" * len(speeds), speeds)
+    setting = a_mapping_setting(a_model([1.0] * 4), topology, num_stages, num_replicas, 8)
+    bound_s = MappingPrices(setting).lower_bound_s()
+    assert bound_s == pytest.approx(12 * expected)
+    assert bound_s <= choose_mapping(setting).step_s * SAME
+
+
 def test_what_rank_0_costs_is_told() -> None:
     """The slow device 0 must take a stage; left out, all is twice as quick."""
     setting = a_mapping_setting(a_model([1.0, 1.0]), a_cluster("AAA", [0.25, 1.0, 1.0]), 2, 1, 32)
