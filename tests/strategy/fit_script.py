@@ -1,6 +1,6 @@
 """What a user's own script looks like; run by `test_launch` under Lightning's launcher and under torchrun.
 
-Usage: fit_script.py DEVICES STRATEGY [NUM_NODES [a command to start after the fit]]
+Usage: fit_script.py DEVICES (pipeline | a strategy's name) [NUM_NODES [a command to start after the fit]]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_autopipe  # noqa: F401  (registers the strategy's name)
+from lightning_autopipe import AutoPipeStrategy
 
 
 class Regression(pl.LightningModule):
@@ -38,7 +38,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(sys.argv[1]),
-        strategy=sys.argv[2],
+        strategy=AutoPipeStrategy(num_replicas=1) if sys.argv[2] == "pipeline" else sys.argv[2],
         num_nodes=int(sys.argv[3]) if len(sys.argv) > 3 else 1,
         max_epochs=2,
         logger=False,

@@ -88,7 +88,7 @@ class FailingData(Dataset[Any]):
 
 
 def fit_and_fail(how: str) -> None:
-    strategy = AutoPipeStrategy(num_microbatches=2, timeout=60)
+    strategy = AutoPipeStrategy(num_replicas=1, num_microbatches=2, timeout=60)
     checkpoint = ModelCheckpoint(dirpath=os.environ["CHECKPOINTS"], save_on_exception=True)
     trainer = quiet_trainer(
         strategy, num_processes=NUM_STAGES, max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True

@@ -45,7 +45,7 @@ def expected() -> str:
 
 def test_lightnings_launcher(expected: str) -> None:
     """And after the fit the same command again, in the environment that the fit has left."""
-    command = (sys.executable, str(SCRIPT), "2", "autopipe_h")
+    command = (sys.executable, str(SCRIPT), "2", "pipeline")
     assert results(start(*command, "1", *command)) == [expected, expected]
 
 
@@ -57,7 +57,7 @@ def test_torchrun_on_two_nodes_of_unlike_numbers_of_processes(expected: str) -> 
         start(
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node_rank}"),
             *("--master-addr=127.0.0.1", f"--master-port={port}", f"--nproc-per-node={num_processes}"),
-            *(str(SCRIPT), str(num_processes), "autopipe_h", "2"),
+            *(str(SCRIPT), str(num_processes), "pipeline", "2"),
         )
         for node_rank, num_processes in enumerate((1, 2))
     ]
