@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
+from lightning_autopipe.cli.console import make_console, print_notes
 from lightning_autopipe.cluster import (
     describe_host,
     example_names,
@@ -43,7 +42,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: the file is not there, or wrong.
     """
-    console = Console()
+    console = make_console()
     notes: tuple[str, ...] = ()
     if arguments.file is None:
         host = describe_host()
@@ -57,5 +56,4 @@ def run(arguments: argparse.Namespace) -> None:
         if table is not link_table or topology.links:
             console.print(table(topology, max_rows=max_rows))
     console.print(topology_tree(topology))
-    for note in notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+    print_notes(console, notes)

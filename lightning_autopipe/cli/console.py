@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from rich.console import Console
 
@@ -15,3 +16,9 @@ def make_console() -> Console:
     if console.is_terminal or os.environ.get("COLUMNS", "").isdigit():
         return console
     return Console(width=_WIDTH_OF_FILES)
+
+
+def print_notes(console: Console, notes: Iterable[str]) -> None:
+    """Print what was taken for granted, a line each."""
+    for note in notes:
+        console.print(f"note: {note}", markup=False, highlight=False)

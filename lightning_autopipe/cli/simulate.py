@@ -8,25 +8,29 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from lightning_autopipe.cli.console import make_console
-from lightning_autopipe.cli.show import assumptions, shown_step
-from lightning_autopipe.cli.timelines import ShownStep, add_file_arguments, step_title, write_files
+from lightning_autopipe.cli.console import make_console, print_notes
+from lightning_autopipe.cli.numbers import whole_number
+from lightning_autopipe.cli.plan_step import assumptions, shown_step
+from lightning_autopipe.cli.timelines import ShownStep, add_file_arguments, write_files
+from lightning_autopipe.cluster import find_cluster_file, load_topology
 from lightning_autopipe.core.cluster import ClusterTopology, Device, Link, rank_point
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
-from lightning_autopipe.core.schedule import Schedule
+from lightning_autopipe.core.schedule import Action, Schedule
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
 from lightning_autopipe.schedules import SCHEDULES, draw_grid, get_schedule, one_f_one_b, sliced, sliced_one_f_one_b
 from lightning_autopipe.visualization import timeline_table
+from lightning_autopipe.visualization.lanes import make_lanes
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _SCHEDULES = (*SCHEDULES, sliced.NAME)
 _MAX_ACTIONS = 200_000
+_MAX_SHOWN = 32
 _MS = 1e-3
 _OF_NO_PLAN = ("stages", "microbatches", "forward", "backward", "schedule", "depths", "transfer", "optimizer", "sliced")
 
@@ -67,28 +71,44 @@ def run(arguments: argparse.Namespace) -> None:
         if given:
             raise ConfigurationError(f"a plan says this itself; leave out --{' --'.join(given)}, or the plan")
         plan = PipelinePlan.load(arguments.plan)
-        schedule = get_schedule(plan.schedule, plan.num_stages, plan.num_microbatches)
-        step = shown_step(plan, arguments.cluster)
-        notes = assumptions(plan, arguments.cluster)
+        cluster = None if arguments.cluster is None else load_topology(find_cluster_file(arguments.cluster))
+        step = shown_step(plan, cluster)
+        notes = assumptions(plan, cluster)
     else:
         if arguments.cluster is not None:
             raise ConfigurationError("--cluster goes with a plan, which says how many bytes are sent; use --transfer")
-        schedule, step = _given_step(arguments)
-    console = make_console()
-    console.print(draw_grid(schedule), markup=False, highlight=False, soft_wrap=True)
-    console.print()
-    console.print(timeline_table(step.timeline))
-    for note in notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
+        step = _given_step(arguments)
     write_files(arguments, step)
+    console = make_console()
+    for text in _order(step):
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        console.print()
+    console.print(timeline_table(step.timeline, ranks=step.ranks))
+    print_notes(console, notes)
 
 
-def _given_step(arguments: argparse.Namespace) -> tuple[Schedule, ShownStep]:
+def _order(step: ShownStep) -> list[str]:
+    """The schedule as a grid for each number of micro-batches that a replica has; where stages have unlike numbers of
+    ranks, what each of them computes, in its order."""
+    lanes = make_lanes(step.timeline, step.ranks)
+    if step.schedules[0].num_stages == 1 + max(lane.stage_index for lane in lanes):
+        return [draw_grid(schedule) for schedule in dict.fromkeys(step.schedules)]
+    labels = [f"stage {lane.stage_index}, rank {lane.global_rank}" for lane in lanes]
+    width = max(map(len, labels))
+    lines = []
+    for label, lane in zip(labels, lanes, strict=True):
+        actions = [bar.event.action for bar in lane.bars if isinstance(bar.event.action, Action)]
+        texts = [str(action).removeprefix(str(lane.stage_index)) for action in actions[:_MAX_SHOWN]]
+        lines.append(f"{label.ljust(width)} | {' '.join(texts)}{' …' if len(actions) > _MAX_SHOWN else ''}")
+    return ["\n".join(lines)]
+
+
+def _given_step(arguments: argparse.Namespace) -> ShownStep:
     for name in ("stages", "microbatches", "forward"):
         if getattr(arguments, name) is None:
             raise ConfigurationError(f"give a plan, or --stages, --microbatches and --forward; --{name} is missing")
-    num_stages = _whole_number("stages", arguments.stages)
-    num_microbatches = _whole_number("microbatches", arguments.microbatches)
+    num_stages = whole_number("stages", arguments.stages)
+    num_microbatches = whole_number("microbatches", arguments.microbatches)
     if num_stages * num_microbatches > _MAX_ACTIONS:
         raise ConfigurationError(
             f"--stages {num_stages} times --microbatches {num_microbatches} is more than {_MAX_ACTIONS}, which takes "
@@ -122,7 +142,12 @@ def _given_step(arguments: argparse.Namespace) -> tuple[Schedule, ShownStep]:
     timeline = simulate(StepWork(stages=(stages,), schedules=(schedule,), network=network))
     # Nothing was said about memory.
     timeline = replace(timeline, peak_bytes=())
-    return schedule, ShownStep(timeline=timeline, title=step_title(schedule.name, num_stages, 1, num_microbatches))
+    title = f"{schedule.name} · {_count(num_stages, 'stage')} · {_count(num_microbatches, 'micro-batch', 'es')}"
+    return ShownStep(timeline=timeline, title=title, schedules=(schedule,))
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def _schedule(arguments: argparse.Namespace, num_stages: int, num_microbatches: int) -> Schedule:
@@ -135,10 +160,10 @@ def _schedule(arguments: argparse.Namespace, num_stages: int, num_microbatches: 
     if name == sliced.NAME:
         num_sliced = min(1, num_microbatches)
         if arguments.sliced is not None:
-            num_sliced = _whole_number("sliced", arguments.sliced, minimum=0)
+            num_sliced = whole_number("sliced", arguments.sliced, minimum=0)
         return sliced_one_f_one_b(num_stages, num_microbatches, num_sliced_first=num_sliced)
     if arguments.depths is not None:
-        depths = [_whole_number("depths", text, minimum=0) for text in arguments.depths.split(",")]
+        depths = [whole_number("depths", text, minimum=0) for text in arguments.depths.split(",")]
         return one_f_one_b(num_stages, num_microbatches, depths)
     return get_schedule(name, num_stages, num_microbatches)
 
@@ -154,16 +179,6 @@ def _chain(num_stages: int, transfer_s: float) -> LinkNetwork:
         for before, after in pairwise(ranks)
     )
     return LinkNetwork(ClusterTopology(devices=devices, links=links))
-
-
-def _whole_number(name: str, text: str, *, minimum: int = 1) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = minimum - 1
-    if number < minimum:
-        raise ConfigurationError(f"--{name} must be a whole number >= {minimum}, got {text!r}")
-    return number
 
 
 def _times_s(name: str, text: str, count: int) -> list[float]:

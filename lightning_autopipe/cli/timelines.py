@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.schedule import Schedule
 from lightning_autopipe.core.timeline import Timeline
-from lightning_autopipe.visualization import save_chrome_trace, save_picture
+from lightning_autopipe.visualization import LinkUse, save_chrome_trace, save_picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,13 @@ class ShownStep:
 
     timeline: Timeline
     title: str
+    schedules: tuple[Schedule, ...]
+    """Of each replica."""
+    ranks: tuple[tuple[int, ...], ...] = ()
+    """``ranks[r][s]`` runs stage s of replica r; empty: as the timeline tells."""
     boundary_bytes: Sequence[tuple[float, float]] = ()
+    uses: tuple[LinkUse, ...] = ()
+    """Of links, or of the ways between ranks where links are not known."""
     cluster: ClusterTopology | None = None
 
 
@@ -36,22 +43,15 @@ def write_files(arguments: argparse.Namespace, step: ShownStep) -> None:
     """
     if arguments.picture is not None:
         try:
-            save_picture(arguments.picture, {"predicted": step.timeline}, title=step.title)
+            save_picture(arguments.picture, {"predicted": step.timeline}, ranks=step.ranks, title=step.title)
         except ImportError as error:
             raise ConfigurationError(str(error)) from error
     if arguments.trace is not None:
         save_chrome_trace(
             arguments.trace,
             step.timeline,
+            ranks=step.ranks,
             cluster=step.cluster,
             boundary_bytes=step.boundary_bytes,
             title=step.title,
         )
-
-
-def step_title(schedule_name: str, num_stages: int, num_replicas: int, num_microbatches: int) -> str:
-    """``1f1b · 4 stages × 2 replicas · 8 micro-batches``."""
-    stages = f"{num_stages} stage{'' if num_stages == 1 else 's'}"
-    replicas = f" × {num_replicas} replicas" if num_replicas > 1 else ""
-    microbatches = f"{num_microbatches} micro-batch{'' if num_microbatches == 1 else 'es'}"
-    return f"{schedule_name} · {stages}{replicas} · {microbatches}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from lightning_autopipe.core.cluster import ClusterTopology, Device
+from lightning_autopipe.core.cluster import ClusterTopology, Device, is_same_model
 from lightning_autopipe.core.errors import ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.mapping import DeviceMapping
@@ -185,7 +185,7 @@ def _times_at(cost: CostModel, best: Candidate, topology: ClusterTopology) -> tu
             optimizer_s=_seconds_by_layer(cost, Work.OPTIMIZER, size, model),
         )
         for position, model in enumerate(known)
-        if model in used or position == 0
+        if position == 0 or any(is_same_model(name, model) or is_same_model(model, name) for name in used)
         for size in sizes
     )
 

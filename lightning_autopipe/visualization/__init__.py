@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_autopipe.visualization.chrome_trace import chrome_trace, save_chrome_trace
 from lightning_autopipe.visualization.picture import save_picture, timeline_figure, timeline_svg
-from lightning_autopipe.visualization.plan_summary import layout_text, plan_summary, runners_up_table
+from lightning_autopipe.visualization.plan_summary import plan_summary, plan_title, runners_up_table
 from lightning_autopipe.visualization.plan_table import plan_table, plan_text
 from lightning_autopipe.visualization.report import report_html, save_report
 from lightning_autopipe.visualization.timeline_table import timeline_table, timeline_text, traffic_table
@@ -13,11 +13,11 @@ from lightning_autopipe.visualization.traffic import LinkUse, link_uses
 __all__ = [
     "LinkUse",
     "chrome_trace",
-    "layout_text",
     "link_uses",
     "plan_summary",
     "plan_table",
     "plan_text",
+    "plan_title",
     "report_html",
     "runners_up_table",
     "save_chrome_trace",

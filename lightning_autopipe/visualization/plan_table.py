@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Sequence
 
 from rich import box
@@ -21,11 +22,13 @@ _MAX_RANKS_SHOWN = 8
 def plan_table(plan: PipelinePlan) -> Table:
     """A rich table of a plan, one row a stage: ranks, layers, parameters, share of the work, bytes to the next stage.
 
-    Where layers were measured, also the predicted time of one micro-batch, and memory at its fullest. Under the table:
-    `plan_summary`, and the stages that hold a copy of a tied parameter. It fits 80 columns.
+    Where layers were measured, the predicted time of one micro-batch, and memory at its fullest, in place of shares.
+    Under the table: `plan_summary`, and the stages that hold a copy of a tied parameter. It fits 80 columns: the module
+    that all layers are in is named once.
 
-    Parameters are numbers of elements (M million, B billion); a tied one counts in the first stage that uses it. Where
-    some are frozen, those that are trained stand below. Bytes are those of the whole traced batch, forward.
+    Parameters are numbers of elements (M million, B billion), or bytes where those were not counted; a tied one counts
+    in the first stage that uses it. Where some are frozen, those that are trained stand below. What a stage sends on is
+    that of the whole traced batch, forward.
     """
     layers = plan.layers
     has_frozen = any(layer.num_trainable_parameters < layer.num_parameters for layer in layers)
@@ -41,12 +44,16 @@ def plan_table(plan: PipelinePlan) -> Table:
     )
     table.add_column("stage", footer="all", justify="right", no_wrap=True)
     table.add_column("ranks", overflow="fold", min_width=5)
-    table.add_column("from … to", overflow="fold", min_width=9)
+    module_path = _common_path([layer.name for layer in layers])
+    footer = f"in {module_path.removesuffix('.')}" if module_path else ""
+    # Text and not a string: a module path may hold brackets, which rich would take for markup.
+    table.add_column("from … to", footer=Text(footer), overflow="fold", min_width=9)
     table.add_column("layers", footer=str(len(layers)), justify="right", no_wrap=True)
     # A header of two words takes two lines where it is narrow.
     name = "param. trained" if has_frozen else "param."
     table.add_column(name, footer=_parameters(layers, has_frozen), justify="right", min_width=7)
-    table.add_column("work", justify="right", no_wrap=True)
+    if not plan.stage_predictions:
+        table.add_column("work", justify="right", no_wrap=True)
     table.add_column("sends on", justify="right", min_width=8)
     if plan.stage_predictions:
         table.add_column("µ-batch", justify="right", no_wrap=True)
@@ -54,15 +61,13 @@ def plan_table(plan: PipelinePlan) -> Table:
     for stage_index in range(plan.num_stages):
         owned = plan.stage_layers(stage_index)
         is_last = stage_index == plan.num_stages - 1
-        work = f"{100 * plan.stage_work_shares[stage_index]:.1f} %" if plan.stage_work_shares else "?"
         table.add_row(
             str(stage_index),
             _ranks(plan.mapping.stage_ranks[stage_index]),
-            # Text and not a string: a module path may hold brackets, which rich would take for markup.
-            Text(_layer_range(owned)),
+            Text(_layer_range([layer.name.removeprefix(module_path) for layer in owned])),
             str(len(owned)),
             _parameters(owned, has_frozen),
-            work,
+            *([] if plan.stage_predictions else [_work_share(plan, stage_index)]),
             "" if is_last else memory_text(owned[-1].boundary_bytes),
             *_predicted(plan, stage_index),
         )
@@ -85,11 +90,21 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ", ".join(shown)
 
 
-def _layer_range(layers: Sequence[LayerProfile]) -> str:
-    return layers[0].name if len(layers) == 1 else f"{layers[0].name}\n… {layers[-1].name}"
+def _common_path(names: Sequence[str]) -> str:
+    """The module that all layers are in, with a dot at its end; empty where there is none."""
+    paths = [name.split(".")[:-1] for name in names]
+    common = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    return "".join(f"{parts[0]}." for parts in common)
+
+
+def _layer_range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}\n… {names[-1]}"
 
 
 def _parameters(layers: Sequence[LayerProfile], has_frozen: bool) -> str:
+    num_bytes = sum(layer.param_bytes for layer in layers)
+    if num_bytes and not any(layer.num_parameters for layer in layers):  # all that profiles from elsewhere tell
+        return memory_text(num_bytes)
     total = _number(sum(layer.num_parameters for layer in layers))
     trained = _number(sum(layer.num_trainable_parameters for layer in layers))
     return f"{total}\n{trained}" if has_frozen else total
@@ -99,6 +114,10 @@ def _number(value: int) -> str:
     if value < 100_000:
         return f"{value:,}"
     return f"{value / 1e6:.1f} M" if value < 1e9 else f"{value / 1e9:.2f} B"
+
+
+def _work_share(plan: PipelinePlan, stage_index: int) -> str:
+    return f"{100 * plan.stage_work_shares[stage_index]:.1f} %" if plan.stage_work_shares else "?"
 
 
 def _predicted(plan: PipelinePlan, stage_index: int) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ def traffic_table(uses: Sequence[LinkUse], *, max_rows: int = _MAX_ROWS) -> Tabl
     for name in (*counts, "bytes", *sums, "busy", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     if is_of_links:
-        table.add_column("shared", justify="right", no_wrap=True)
+        table.add_column("contended", justify="right", no_wrap=True)
         table.add_column("by flows", overflow="fold", min_width=8)
     for use in uses[:max_rows]:
         meeting: list[str | Text] = [_percent(use.contended_share or 0.0), _flows(use.contending)]

@@ -35,7 +35,7 @@ def test_everything_that_is_asked_for_is_written(plan_file: str, tmp_path: Path)
     files = {"--html": "a.html", "--picture": "b.svg", "--trace": "c.json"}
     options = [part for option, name in files.items() for part in (option, str(tmp_path / name))]
     assert main(["show", plan_file, "--cluster", "rtx3090_v100", *options]) == 0
-    assert "2 stages × 6 replicas · 3 micro-batches" in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "2 stages × 6 replicas, 1f1b, 3 micro-batches" in (tmp_path / "a.html").read_text(encoding="utf-8")
     assert "<svg" in (tmp_path / "b.svg").read_text(encoding="utf-8")
     document = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
     processes = [event["args"]["name"] for event in document["traceEvents"] if event["name"] == "process_name"]

@@ -61,7 +61,7 @@ def test_plain_1f1b_says_only_what_a_step_is() -> None:
         (
             ScheduleSpec(name="gpipe"),
             1.6,
-            "25.0 % longer than plain 1F1B (1.6 s): stages keep 8-8-8 micro-batches, not 3-2-1 (3 MiB more on stage 2)",
+            "25.0 % longer than plain 1F1B (1.6 s): stages keep 8-8-8 micro-batches, not 3-2-1 (3 MiB more on 2)",
         ),
     ],
 )

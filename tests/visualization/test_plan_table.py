@@ -96,15 +96,14 @@ def test_the_text_stays_within_its_width_with_whole_headers_and_no_colours(width
     """All columns, each as wide as they get."""
     widest = a_plan(
         stage_predictions=some_predictions(200 << 20),
-        stage_work_shares=(1.0, 0.0, 0.0),
         layers=tuple(replace(layer, boundary_bytes=1000 << 10) for layer in a_plan().layers),
     )
     text = plan_text(widest, width=width)
     assert "\x1b" not in text
     assert max(len(line) for line in text.splitlines()) <= width
     assert text.endswith("\n")
-    words = ("stage", "ranks", "from … to", "layers", "param.", "trained", "work", "sends", "on", "µ-batch", "memory")
-    for word in (*words, "100.0 %", "1000 MiB", "1000 KiB"):
+    words = ("stage", "ranks", "from … to", "layers", "param.", "trained", "sends", "on", "µ-batch", "memory")
+    for word in (*words, "1000 MiB", "1000 KiB"):
         assert word in text
     assert "…" not in text.replace("from … to", "").replace("… h[0]", "")
 
@@ -133,3 +132,13 @@ def test_the_table_is_a_rich_one_with_a_row_a_stage() -> None:
     table = plan_table(a_plan())
     assert isinstance(table, Table)
     assert table.row_count == 3
+
+
+def test_the_module_that_all_layers_are_in_is_named_once() -> None:
+    names = ("model.net.wte", "model.net.h.0.mlp", "model.net.h.1", "model.net.ln_f")
+    text = plan_text(a_plan(layers=tuple(a_layer(name, 7) for name in names)), width=80)
+    assert "… h.0.mlp" in text
+    assert text.count("model.net") == 1
+    assert "in model.net" in text
+    elsewhere = plan_text(a_plan(layers=tuple(a_layer(name, 7) for name in (*names[:3], "head"))), width=80)
+    assert elsewhere.count("model.net") == 3
