@@ -162,7 +162,7 @@ class AsksToEnd(pl.Callback):
 def fit_until_asked_to_end() -> Any:
     checkpoint = ModelCheckpoint(dirpath=os.environ["CHECKPOINTS"], save_on_exception=True)
     trainer = quiet_trainer(
-        AutoPipeStrategy(timeout=60),
+        AutoPipeStrategy(num_replicas=1, timeout=60),
         num_processes=2,
         max_epochs=50,
         callbacks=[AsksToEnd(), checkpoint],

@@ -67,7 +67,7 @@ def trainer_on(strategy: AutoPipeStrategy) -> Any:
 
 
 def test_a_gpu_named_twice_is_for_two_processes_over_gloo(one_gpu: None) -> None:
-    trainer = trainer_on(AutoPipeStrategy(parallel_devices=[GPU, GPU], process_group_backend="gloo"))
+    trainer = trainer_on(AutoPipeStrategy(num_replicas=1, parallel_devices=[GPU, GPU], process_group_backend="gloo"))
     assert trainer.world_size == 2
     assert trainer.strategy.root_device == GPU
 
