@@ -24,9 +24,11 @@ from lightning_autopipe.planner.prediction import predict_stages
 from lightning_autopipe.planner.search import SearchResult
 from lightning_autopipe.planner.search_space import SearchSpace
 from lightning_autopipe.planner.simulator import simulate
+from lightning_autopipe.planner.workload import StepWork
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
 from lightning_autopipe.schedules.gpipe import NAME as GPIPE
 from lightning_autopipe.schedules.one_f_one_b import default_depths
+from lightning_autopipe.schedules.stash import peak_stash_size
 
 DEFAULT_SCHEDULE = "1f1b"
 """What ``schedule="auto"`` means: as fast as GPipe, with at most num_stages micro-batches alive on a stage."""
@@ -131,9 +133,8 @@ def plan_of(
             optimizer_state_ratio=space.optimizer_state_ratio,
             microbatch_size=size,
             devices=of_replica_0,
-        )
-        if best.mapping.num_replicas is not None
-        else (),
+            stash_sizes=() if best.mapping.num_replicas else _stash_sizes(best.work),
+        ),
         step_prediction=StepPrediction(
             step_s=timeline.step_s,
             num_samples=best.num_samples,
@@ -144,6 +145,12 @@ def plan_of(
         runners_up=tuple(candidate.as_runner_up() for candidate in result.runners_up[:_MAX_RUNNERS_UP]),
         devices=tuple(devices),
     )
+
+
+def _stash_sizes(work: StepWork) -> list[float]:
+    """The most that a rank of each stage keeps, where stages have unlike numbers of ranks."""
+    (schedule,) = work.schedules
+    return [max(peak_stash_size(schedule, index) for index in lists) for lists in work.lists_by_stage]
 
 
 def _layers_at(cost: CostModel, size: float) -> tuple[LayerProfile, ...]:

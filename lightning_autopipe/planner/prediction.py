@@ -23,6 +23,7 @@ def predict_stages(
     optimizer_state_ratio: float,
     microbatch_size: float | None = None,
     devices: Sequence[Device] = (),
+    stash_sizes: Sequence[float] = (),
 ) -> tuple[StagePrediction, ...]:
     """Time of one micro-batch and peak memory on each stage; empty where nothing was measured.
 
@@ -34,10 +35,13 @@ def predict_stages(
         optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters.
         microbatch_size: samples; None: as profiled.
         devices: of each stage; empty: the profiled one.
+        stash_sizes: micro-batches between forward and backward on each stage; empty: by the schedule.
     """
     if not cost.is_measured:
         return ()
-    actions = get_schedule(schedule, partition.num_stages, num_microbatches)
+    if not stash_sizes:
+        actions = get_schedule(schedule, partition.num_stages, num_microbatches)
+        stash_sizes = [peak_stash_size(actions, stage_index) for stage_index in range(partition.num_stages)]
     predictions = []
     for stage_index in range(partition.num_stages):
         owned = partition.stage_layers(stage_index)
@@ -56,7 +60,7 @@ def predict_stages(
                 parameter_bytes=memory.parameter_bytes,
                 gradient_bytes=memory.gradient_bytes,
                 optimizer_bytes=memory.optimizer_bytes,
-                activation_bytes=round((peak_stash_size(actions, stage_index) - 1) * memory.stash_bytes),
+                activation_bytes=round((stash_sizes[stage_index] - 1) * memory.stash_bytes),
                 working_bytes=memory.working_bytes,
                 buffer_bytes=memory.buffer_bytes,
             )

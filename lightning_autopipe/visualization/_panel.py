@@ -208,8 +208,9 @@ class Panel:
         width = max(0.3, min(0.9, 0.04 * self._lane_points, 0.15 * bar_points))
         for of, (name, colour) in zip(lines, SENT, strict=True):
             if of:
+                # Behind bars: what goes to a lane further away must not cross out numbers.
                 self._axes.add_collection(
-                    LineCollection(of, colors=colour, linewidths=width, zorder=3, gid=self._gid(name)), autolim=False
+                    LineCollection(of, colors=colour, linewidths=width, zorder=0.95, gid=self._gid(name)), autolim=False
                 )
 
     def _draw_phases(self, phases: Sequence[Phase], step_s: float) -> None:

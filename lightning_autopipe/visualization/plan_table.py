@@ -27,8 +27,8 @@ def plan_table(plan: PipelinePlan) -> Table:
     that all layers are in is named once.
 
     Parameters are numbers of elements (M million, B billion), or bytes where those were not counted; a tied one counts
-    in the first stage that uses it. Where some are frozen, those that are trained stand below. What a stage sends on is
-    that of the whole traced batch, forward.
+    in the first stage that uses it. Where some are frozen, those that are trained stand below. What a stage sends on,
+    forward, is that of a micro-batch where layers were measured, else that of the whole traced batch.
     """
     layers = plan.layers
     has_frozen = any(layer.num_trainable_parameters < layer.num_parameters for layer in layers)
@@ -68,7 +68,7 @@ def plan_table(plan: PipelinePlan) -> Table:
             str(len(owned)),
             _parameters(owned, has_frozen),
             *([] if plan.stage_predictions else [_work_share(plan, stage_index)]),
-            "" if is_last else memory_text(owned[-1].boundary_bytes),
+            "" if is_last else memory_text(_sent_bytes(owned[-1])),
             *_predicted(plan, stage_index),
         )
     return table
@@ -88,6 +88,10 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(shown) > _MAX_RANKS_SHOWN:
         shown = [*shown[: _MAX_RANKS_SHOWN - 2], "…", shown[-1]]
     return ", ".join(shown)
+
+
+def _sent_bytes(layer: LayerProfile) -> int:
+    return layer.boundary_bytes if layer.measured is None else layer.measured.sent_bytes
 
 
 def _common_path(names: Sequence[str]) -> str:

@@ -262,7 +262,7 @@ def unlike_space(*, value_bytes: int = 2, **changes: Any) -> SearchSpace:
     """Three servers: a layer as dear as all others, and gradients that are slow to sum."""
     topology = a_cluster("ABC", bandwidth=20.0)
     options: dict[str, Any] = {"batch_size": 24.0, "batch_of": "step", "equal_counts": False}
-    profile = with_a_heavy_layer(a_profile(value_bytes=value_bytes, gradient_bytes=400), 14.0)
+    profile = with_a_heavy_layer(a_profile(value_bytes=value_bytes, gradient_bytes=400, activation_bytes=10), 14.0)
     return space(profile, topology, **(options | changes))
 
 
@@ -291,5 +291,9 @@ def test_a_plan_with_unlike_numbers_gives_the_step_that_was_found(num_microbatch
     plan = a_plan(given)
     again = simulate(plan_step(PipelinePlan.from_json(plan.to_json()), cluster=given.topology))
     assert again.step_s == pytest.approx(found.step_s, rel=1e-12)
+    peak_bytes = simulate(found.work).peak_bytes
+    assert [stage.peak_bytes for stage in plan.stage_predictions] == [
+        max(peak_bytes[rank] for rank in ranks) for ranks in plan.mapping.stage_ranks
+    ]
     # Without links, but on the same devices.
     assert simulate(plan_step(plan)).step_s < found.step_s
