@@ -55,12 +55,12 @@ def the_clusters() -> dict[str, Cluster]:
             topology=synthetic_cluster(2, devices_per_server=4, seed=3), num_stages=(8, 4, 2), is_quick=True
         ),
         "rtx3090_v100": example("rtx3090_v100", 12, 4, 2),
-        "nvlink_2x8": example("nvlink_2x8", 16, 8, 4, 2),
+        "nvlink_2x8": example("nvlink_2x8", 16, 4, 2),
         "synthetic, 2 x 8": Cluster(topology=synthetic_cluster(2, devices_per_server=8, seed=1), num_stages=(16, 4, 2)),
     }
 
 
-SEARCHED = ("slow_network", "rtx4090_8", "nvlink_2x8")
+SEARCHED = ("slow_network", "rtx4090_8")
 """Clusters of table (c)."""
 QUICK_PROFILES = ("dapple-bert-24-pbs-6", "pipedream-vgg16", "piper-bert32a100")
 
