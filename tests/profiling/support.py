@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +34,21 @@ def profiled(
     return found, measure_layers(found.trace, found.table, module, step, (batch, 0), {}, **options)
 
 
-def share(module: nn.Module, *, batch: Any = None, cuts: Sequence[str] = (), **options: Any) -> LayerFindings:
-    """Measure a member's share of the layers, alike."""
+def share(
+    module: nn.Module,
+    *,
+    batch: Any = None,
+    cuts: Sequence[str] = (),
+    at_end: Callable[[], Any] = lambda: None,
+    **options: Any,
+) -> LayerFindings:
+    """Measure a member's share of the layers, alike; call `at_end` before all is put back."""
     batch = features() if batch is None else batch
     found = cut(module, batch, cuts)
     with unchanged(module, found.trace.written_parameters):
         own = LayerShare(found.trace, found.table, module, module.training_step, (batch, 0), {}, device=CPU, **options)
         measured = measure_in_turns({1: own}, 0.0)[1]
+        at_end()
     assert not isinstance(measured, str), measured
     return measured
 

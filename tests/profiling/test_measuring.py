@@ -141,6 +141,10 @@ def test_shares_of_unlike_steps_are_refused() -> None:
         join_findings([mine])
     with pytest.raises(ProfilingError, match="unlike steps"):
         join_findings([mine, share(Stack(Scale(), Scale()), member_index=1, num_members=2)])
+    theirs = share(Stack(Scale()), member_index=1, num_members=2)
+    assert join_findings([mine, theirs]).values == mine.values
+    with pytest.raises(ProfilingError, match="unlike steps"):
+        join_findings([mine, replace(theirs, values=())])
 
 
 def test_the_budget_ends_measuring(runs: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:

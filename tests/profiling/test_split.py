@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopipe.core import CrossingValue
+from lightning_autopipe.profiling import measure_layers
 from lightning_autopipe.profiling.findings import with_fixed_bytes
 from lightning_autopipe.profiling.layer_replay import LayerRunner
 from lightning_autopipe.profiling.optimizer_cost import optimizer_costs
 from lightning_autopipe.profiling.sizes import MAX_OTHER_SIZES, affordable_splits, other_splits
 from tests.profiling.models import SAMPLES, WIDTH, Crossings, Scale, Stack, features
-from tests.profiling.support import CPU, profiled, share
+from tests.profiling.support import CPU, cut, profiled, share
 
 VALUE = SAMPLES * WIDTH * 4
 
@@ -76,6 +77,28 @@ def test_the_parts_of_a_backward_are_measured() -> None:
     assert (frozen.backward_s, frozen.backward_weight_s) == (2.0, 0.0)
     assert (other.backward_s, other.backward_weight_s) == (4.0, 1.0)
     assert (last.backward_s, last.backward_weight_s) == (0.0, 0.0)
+
+
+@pytest.mark.usefixtures("clock")
+def test_rounds_that_warm_up_do_not_count() -> None:
+    module = Stack(Scale())
+    taken = iter([0.0, 9.0, 9.0, 1.0, 2.0, 3.0])  # a look, two rounds to warm up, three that count
+    module.first = SlowScale(0.0, 0.0)  # type: ignore[assignment]
+
+    def forward(hidden: Tensor) -> Tensor:
+        return Slow.apply(hidden * module.first.factor, next(taken))
+
+    module.first.forward = forward  # type: ignore[method-assign]
+    trace = cut(module, features(), ["blocks.0", "last"])
+    step = module.training_step
+    taken = iter([0.0, 9.0, 9.0, 1.0, 2.0, 3.0])
+    first, *_ = measure_layers(trace.trace, trace.table, module, step, (features(), 0), {}, device=CPU, budget_s=0.0)
+    assert first.backward_s == 2.0
+
+
+def test_gradients_of_the_rounds_are_dropped() -> None:
+    module = Stack(Scale())
+    share(module, at_end=lambda: all(p.grad is None for p in module.parameters()) or pytest.fail("some are left"))
 
 
 def test_a_backward_that_runs_only_whole_has_one_part() -> None:

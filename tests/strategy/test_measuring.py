@@ -119,20 +119,21 @@ THEIRS = LayerMeasurement(
 )
 
 
+def the_other_half(global_rank: int, message: Any) -> Any:
+    """What another rank says that shares the work and has no files: to each message in turn."""
+    _, told = message
+    if is_member(message):
+        return as_rank(global_rank, message)
+    if not isinstance(told, dict):
+        return "", told if isinstance(told, float) else None
+    missing = {size: set(range(found.num_layers)) - set(found.layers) for size, found in told.items()}
+    return "", {size: replace(told[size], layers=dict.fromkeys(missing[size], THEIRS)) for size in told}
+
+
 def test_both_ranks_measurements_make_the_profile() -> None:
     pipeline = a_pipeline(Net())
     profile = pipeline.profile(STEP, BATCH, {})
-
-    def other(index: int, message: Any) -> Any:
-        if is_member(message):
-            return as_rank(1, message)
-        if not isinstance(message[1], dict):
-            return message
-        (found,) = message[1].values()
-        missing = set(range(found.num_layers)) - set(found.layers)
-        return "", {2: replace(found, layers=dict.fromkeys(missing, THEIRS))}
-
-    ranks = OtherRanks(other)
+    ranks = OtherRanks(lambda index, message: the_other_half(1, message))
     measured = measure(pipeline, profile, ranks)
     sent = [layer.measured.sent_bytes for layer in measured.layers if layer.measured]
     assert len(sent) == measured.num_layers
@@ -228,10 +229,9 @@ def test_sizes_can_be_named(measured_sizes: list[int]) -> None:
     assert measured_sizes == [4, 8]
 
 
-@pytest.mark.parametrize("when", ["__init__", "run_round"])
-def test_a_size_that_cannot_be_run_is_left_out(
-    when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def share_without_room(size: int, when: str) -> type[LayerShare]:
+    """Cannot be made for, or not run on, micro-batches of so many samples."""
+
     class SmallShare(LayerShare):
         size = 0
         is_warm = False
@@ -250,15 +250,29 @@ def test_a_size_that_cannot_be_run_is_left_out(
             super().run_round()
 
         def refuse_at(self, place: str) -> None:
-            if place == when and self.size == 8:
-                raise torch.OutOfMemoryError("8 samples are too many")
+            if place == when and self.size == size:
+                raise torch.OutOfMemoryError(f"{size} samples are too many")
 
-    monkeypatch.setattr(measuring, "LayerShare", SmallShare)
+    return SmallShare
+
+
+@pytest.mark.parametrize("when", ["__init__", "run_round"])
+def test_a_size_that_cannot_be_run_is_left_out(
+    when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(measuring, "LayerShare", share_without_room(8, when))
     with caplog.at_level("INFO", logger=measuring.__name__):
         measured = profiled(sizes=[8, 2])
     assert [table.microbatch_size for table in measured.times] == [2, 4]
     assert "8 samples are left out of the profile" in caplog.text
     assert "8 samples are too many" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["__init__", "run_round"])
+def test_without_the_size_in_use_there_is_no_profile(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "LayerShare", share_without_room(4, when))
+    with pytest.raises(ProfilingError, match="one by one: OutOfMemoryError: 4 samples are too many"):
+        profiled(sizes=[8, 2])
 
 
 def test_the_second_time_it_is_read_from_disk(cache: Path, measured_sizes: list[int]) -> None:
@@ -327,6 +341,20 @@ def test_the_first_rank_decides_whether_it_is_known(cache: Path, measured_sizes:
     assert measure(pipeline, pipeline.profile(STEP, BATCH, {}), ranks) == known
     assert len(measured_sizes) == 1
     assert len(list(cache.iterdir())) == 1
+
+
+def test_what_only_another_rank_has_on_disk_does_not_count(cache: Path, measured_sizes: list[int]) -> None:
+    pipeline = a_pipeline(Net())
+    profile = pipeline.profile(STEP, BATCH, {})
+    measure(pipeline, profile, OtherRanks(lambda index, message: the_other_half(1, message)))
+    assert len(list(cache.iterdir())) == 1
+    ranks = OtherRanks(lambda index, message: the_other_half(0, message))
+    ranks.global_rank = 1
+    measure(pipeline, profile, ranks)
+    assert measured_sizes == [2, 2]
+    ranks = OtherRanks(lambda index, message: the_other_half(1, message))
+    measure(pipeline, profile, ranks)
+    assert measured_sizes == [2, 2]
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
