@@ -99,7 +99,21 @@ class CostModel:
         self, work: Work, *, device: Device | None = None, microbatch_size: float | None = None
     ) -> tuple[float, ...]:
         """Sums behind `work_s`: entry i is the price of the layers before i. For searches, which price many ranges."""
-        size = self.microbatch_size if microbatch_size is None else microbatch_size
+        key = self._key(work, device, microbatch_size)
+        if key not in self._prefixes:
+            seconds = self.layers_s(work, device=device, microbatch_size=microbatch_size)
+            self._prefixes[key] = tuple(accumulate(seconds, initial=0.0))
+        return self._prefixes[key]
+
+    def layers_s(
+        self, work: Work, *, device: Device | None = None, microbatch_size: float | None = None
+    ) -> tuple[float, ...]:
+        """The price of each layer by itself; see `work_s`."""
+        work, model, speed, size = self._key(work, device, microbatch_size)
+        return tuple(seconds / speed for seconds in self._layer_times(work, model, size))
+
+    def _key(self, work: Work, device: Device | None, size: float | None) -> tuple[Work, str, float, float]:
+        """What a price depends on: the model whose tables count, and what they are divided by."""
         model, speed = self._reference, 1.0
         if device is not None:
             known = self._known_model(device.model)
@@ -107,12 +121,7 @@ class CostModel:
                 speed = device.relative_speed
             else:
                 model = known
-        key = (work, model, speed, size)
-        if key not in self._prefixes:
-            self._prefixes[key] = tuple(
-                accumulate((seconds / speed for seconds in self._layer_times(work, model, size)), initial=0.0)
-            )
-        return self._prefixes[key]
+        return work, model, speed, self.microbatch_size if size is None else size
 
     def sent_bytes(self, cut: int, *, microbatch_size: float | None = None) -> int:
         """Bytes of the values that cross the cut before layer ``cut``, for one micro-batch; 0 at both ends."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from lightning_autopipe.core.cluster import ClusterTopology, Device, is_same_model
 from lightning_autopipe.core.errors import ConfigurationError, PlanError
@@ -170,7 +169,7 @@ def _layers_at(cost: CostModel, size: float) -> tuple[LayerProfile, ...]:
             gradient_bytes=cost.gradient_bytes(index + 1, microbatch_size=size),
             forward_s=forward_s[index],
             backward_s=backward_s[index],
-            backward_weight_s=min(weight_s[index], backward_s[index]),
+            backward_weight_s=weight_s[index],
         )
         layers.append(replace(layer, measured=measured))
     return tuple(layers)
@@ -199,8 +198,7 @@ def _times_at(cost: CostModel, best: Candidate, topology: ClusterTopology) -> tu
 
 def _seconds_by_layer(cost: CostModel, work: Work, size: float, model: str | None = None) -> tuple[float, ...]:
     device = None if model is None else Device(global_rank=0, server="any", model=model, memory_bytes=1)
-    prefix = cost.prefix_s(work, device=device, microbatch_size=size)
-    return tuple(max(0.0, after - before) for before, after in pairwise(prefix))
+    return cost.layers_s(work, device=device, microbatch_size=size)
 
 
 def _partition_by_rule(

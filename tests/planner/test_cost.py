@@ -129,6 +129,20 @@ def test_parts_of_the_backward_make_the_whole_at_every_size() -> None:
         assert price(Work.INPUT_GRADIENT, size) + price(Work.WEIGHT_GRADIENT, size) == price(Work.BACKWARD, size)
 
 
+def test_layers_by_themselves_have_what_was_measured_to_the_last_digit() -> None:
+    """A part is never more than the whole: sums over layers would round each of the two in a way of its own."""
+    seconds = (0.1, 0.7, 1e-9, 0.3, 1 / 3)
+    layers = tuple(a_layer(str(s), measured(s, s, backward_weight_s=0 if s == 0.7 else s)) for s in seconds)
+    cost = CostModel(ModelProfile(layers=layers))
+    assert cost.layers_s(Work.BACKWARD) == seconds
+    assert cost.layers_s(Work.WEIGHT_GRADIENT) == (0.1, 0.0, 1e-9, 0.3, 1 / 3)
+    device = _model("new", relative_speed=0.3)
+    pairs = zip(
+        cost.layers_s(Work.WEIGHT_GRADIENT, device=device), cost.layers_s(Work.BACKWARD, device=device), strict=True
+    )
+    assert all(part <= whole for part, whole in pairs)
+
+
 def test_measured_layers_know_the_parts_of_their_backward() -> None:
     cost = CostModel(ModelProfile(layers=(a_layer("a", measured(1, 4, backward_weight_s=1.5)),)))
     assert cost.work_s(Work.INPUT_GRADIENT, range(1)) == 2.5
