@@ -191,7 +191,9 @@ class _Chooser:
         if setting.topology.world_size > _MAX_EXACT_DEVICES:
             return None
         most = max(_MAX_ORDERS, self._max_exact // math.comb(setting.cost.num_layers - 1, num_stages - 1))
-        orders = _grids(setting.topology, num_stages, num_replicas, fold=self._fold, first=0 if keeps_rank_0 else None)
+        orders = every_grid(
+            setting.topology, num_stages, num_replicas, fold=self._fold, first=0 if keeps_rank_0 else None
+        )
         found = list(islice(orders, most + 1))
         return found if len(found) <= most else None
 
@@ -286,7 +288,7 @@ class _Chooser:
         )
 
 
-def _grids(
+def every_grid(
     topology: ClusterTopology, num_stages: int, num_replicas: int, *, fold: bool, first: int | None
 ) -> Iterator[Grid]:
     """All mappings; of those that differ by exchanges of alike devices or by turning the ring of replicas, one.

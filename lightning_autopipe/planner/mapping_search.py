@@ -66,7 +66,7 @@ class MappingSearch:
         return unlike(sorted((self.evaluated(grid) for grid in right), key=_score))
 
     def improved(self, candidate: Candidate, *, effort: int, keeps_cuts: bool = False) -> Candidate:
-        """Exchanges devices, and stages of all replicas, as long as that helps.
+        """Exchanges devices, and stages of all replicas, as long as that helps; then turns runs of stages around.
 
         Devices that take equally long are exchanged with cuts and shares as they are; for unlike ones both are found
         anew, unless cuts are kept. Where a bound stays the same, less work for devices and links is better: it leaves
@@ -99,6 +99,15 @@ class MappingSearch:
                     bound, best, is_better = other, score, True
                 elif other is bound:
                     bound.exchange(a, b)
+            if is_better:
+                continue
+            for grid in self._with_runs_reversed(bound.grid):
+                if self.prices.num_priced >= last:
+                    break
+                other = self._bound(grid, bound.cuts if keeps_cuts else None)
+                if is_less(score := other.score(), best):
+                    bound, best, is_better = other, score, True
+                    break
         return bound.candidate()
 
     def _exchanged(self, bound: MappingBound, a: Place, b: Place, *, keeps_cuts: bool) -> tuple[MappingBound, Score]:
@@ -145,6 +154,19 @@ class MappingSearch:
             found.append(tuple(rows))
         for turned in found:
             yield with_rank_0_last(turned) if self.keeps_rank_0 else turned
+
+    def _with_runs_reversed(self, grid: Grid) -> Iterator[Grid]:
+        """Some neighbouring stages the other way around, in all replicas: what no exchange of two can bring about."""
+        num_stages = len(grid[0])
+        for begin, end in combinations(range(num_stages + 1), 2):
+            if 2 < end - begin < num_stages:
+                turned = tuple((*ranks[:begin], *ranks[begin:end][::-1], *ranks[end:]) for ranks in grid)
+                turned = with_rank_0_last(turned) if self.keeps_rank_0 else turned
+                if self._classes(turned) != self._classes(grid):
+                    yield turned
+
+    def _classes(self, grid: Grid) -> list[list[int]]:
+        return [[self._twins[rank] for rank in ranks] for ranks in grid]
 
 
 def _score(candidate: Candidate) -> Score:

@@ -8,7 +8,9 @@ import pytest
 
 from lightning_autopipe.core import ClusterTopology, Link
 from lightning_autopipe.planner.links import LinkNetwork
-from lightning_autopipe.planner.mapper import choose_mapping
+from lightning_autopipe.planner.mapper import choose_mapping, every_grid
+from lightning_autopipe.planner.mapping_prices import MappingPrices
+from lightning_autopipe.planner.mapping_search import MappingSearch
 from lightning_autopipe.planner.symmetry import Symmetries, distinct_orders, twin_classes
 from tests.planner.mappings import a_cluster, a_mapping_setting, a_model
 from tests.planner.steps import a_device
@@ -64,3 +66,40 @@ def test_devices_alike_in_name_but_not_in_speed_are_no_twins() -> None:
     topology = ClusterTopology(devices=tuple(devices))
     classes = twin_classes(LinkNetwork(topology))
     assert classes[0] == classes[2] != classes[1]
+
+
+@pytest.mark.parametrize(("fold", "num_grids"), [(True, 12), (False, 24)])
+def test_rings_that_begin_elsewhere_are_one_grid(fold: bool, num_grids: int) -> None:
+    """Four unlike devices, 2 stages x 2 replicas: 24 orders, of which each has the same ring as another one."""
+    topology = a_cluster("AAAA", [1.0, 0.5, 0.25, 0.125])
+    grids = set(every_grid(topology, 2, 2, fold=fold, first=None))
+    assert len(grids) == num_grids
+    if fold:
+        assert all((second, first) not in grids for first, second in grids)
+
+
+def a_search(names: str, *, fold: bool) -> MappingSearch:
+    """A stage for each device; neighbouring stages in unlike servers pay dearly."""
+    setting = a_mapping_setting(a_model([10.0] * len(names), num_bytes=20), a_cluster(names), len(names), 1, 16)
+    return MappingSearch(prices=MappingPrices(setting), fold=fold)
+
+
+def test_exchanges_of_twins_are_left_out_and_nothing_is_lost() -> None:
+    """From two stages in the wrong server to the best placement."""
+    found = {}
+    for fold in (True, False):
+        search = a_search("AAAAABBBBB", fold=fold)
+        start = search.evaluated(((9, 8, 3, 6, 5, 4, 7, 2, 1, 0),))
+        improved = search.improved(start, effort=10**6)
+        append = search.evaluated(((9, 8, 7, 6, 5, 4, 3, 2, 1, 0),))
+        assert append.score[1] < 0.9 * start.score[1]
+        assert improved.score == pytest.approx(append.score)
+        found[fold] = search.num_scored
+    assert found[True] < 0.9 * found[False]
+
+
+def test_where_all_devices_are_twins_nothing_is_exchanged() -> None:
+    search = a_search("AAAAAAAAAA", fold=True)
+    start = search.evaluated((tuple(range(9, -1, -1)),))
+    search.improved(start, effort=10**6)
+    assert search.num_scored == 2  # the start, and stages the other way around
