@@ -20,6 +20,7 @@ from lightning_autopipe.planner import CostModel, SearchSpace, plan_of, search
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.sizes import MICROBATCHES_PER_STAGE
 from lightning_autopipe.profiling import ProfilingError
+from lightning_autopipe.strategy.data_generators import preserved_generators
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.planning import first_training_arguments, warn_of_batch_norm
@@ -37,12 +38,14 @@ def leaves_something_open(options: StrategyOptions, *, world_size: int, num_node
 
 @contextlib.contextmanager
 def leaving_no_trace(trainer: pl.Trainer) -> Iterator[None]:
-    """Training data that are read inside are read again later: loaders, and global generators, are as before."""
+    """Training data that are read inside are read again later: loaders and all generators are as before."""
     fit_loop: Any = trainer.fit_loop
+    owners = (fit_loop._data_source.instance, getattr(trainer, "datamodule", None), trainer.lightning_module)
     before = {name: getattr(fit_loop, name) for name in _LOADER_ATTRIBUTES}
     random_state = _collect_rng_states()
     try:
-        yield
+        with preserved_generators(owners):
+            yield
     finally:
         if fit_loop._data_fetcher is not None:
             fit_loop._data_fetcher.teardown()

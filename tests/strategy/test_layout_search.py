@@ -10,9 +10,10 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_autopipe import ConfigurationError, PlanError
 from lightning_autopipe.core import ClusterTopology, Device, DeviceMapping, Link, PipelinePlan, ScheduleSpec
@@ -37,12 +38,40 @@ FIT = Fit(
 )
 
 
+class Noise:
+    """A transform with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(3)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + float(self.generator.normal())
+
+
+class NoisyData(Dataset[Any]):
+    def __init__(self) -> None:
+        self.data = regression_data(16)
+        self.transforms = [Noise()]
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.data[index]
+        return self.transforms[0](x), y
+
+
 class DrawingModule(MlpModule):
-    """Draws from the global generators while it reads its data, and shuffles them."""
+    """Draws from the global generators, and from its own, while it reads its data, and shuffles them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = NoisyData()
+        self.order = torch.Generator().manual_seed(4)
 
     def train_dataloader(self) -> Any:
         torch.rand(3)
-        return DataLoader(regression_data(16), batch_size=8, shuffle=True)
+        return DataLoader(self.data, batch_size=8, shuffle=True, generator=self.order)
 
     def configure_optimizers(self) -> Any:
         self.num_train_dataloaders = self.trainer.estimated_stepping_batches
