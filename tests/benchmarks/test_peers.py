@@ -130,6 +130,8 @@ def test_dapple_pivot_is_late_unless_an_earlier_stage_outweighs_what_lies_betwee
     waits = [PivotStage(forward_s=f, backward_s=b) for f, b in ((4, 6), (2, 2), (3, 6))]
     assert pivot(waits, 4) == 2
     assert pivot(waits, 8) == 0  # 7 x 10 is more than 7 x 9 + 4
+    rising = [PivotStage(forward_s=f, backward_s=6) for f in (4.1, 4, 3)]
+    assert pivot(rising, 4) == 0  # each one outweighs the next, and nothing lies between
 
 
 def test_dapple_prices_crossings_and_reductions_by_servers() -> None:
