@@ -269,3 +269,17 @@ def test_no_placement_with_other_cuts_is_better(name: str, num_stages: int, cuts
             if objective.step_s(chosen, setting.depths) < best_s:
                 best_s = min(best_s, objective.predicted_s(chosen, setting.depths))
     assert choose_mapping(setting).step_s <= best_s * SAME
+
+
+@pytest.mark.parametrize("names", ["AABCCCC", "AAAABBB"])
+def test_seven_unlike_devices_are_as_good_as_brute_force(names: str) -> None:
+    """All 720 orders with rank 0 on the last stage, simulated; speeds, layers and values are unlike."""
+    speeds = [0.5, 1.0, 0.25, 0.7, 0.5, 1.0, 0.9]
+    profile = a_model([5.0, 1.0, 4.0, 2.0, 3.0, 6.0, 1.0], value_bytes=[3, 0, 9, 1, 5, 2])
+    setting = a_mapping_setting(profile, a_cluster(names, speeds, bandwidth=2.0), 7, 1, 2)
+    found = choose_mapping(setting, max_exact=720)
+    assert found.is_exact
+    cuts = tuple(range(1, 7))
+    best_s = min(simulated_s(setting, ((*order, 0),), cuts, (2,)) for order in permutations(range(1, 7)))
+    assert best_s / SAME <= found.step_s <= best_s * SAME
+    assert choose_mapping(setting, max_exact=0).step_s <= 1.05 * best_s
