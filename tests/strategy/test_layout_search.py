@@ -45,7 +45,7 @@ class Noise:
         self.generator = np.random.default_rng(3)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x + float(self.generator.normal())
+        return x + float(self.generator.normal()) + torch.rand(())
 
 
 class NoisyData(Dataset[Any]):
