@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autopipe.capture.records import CutKey
 from lightning_autopipe.core import LayerMeasurement
@@ -63,3 +66,18 @@ def cut(module: nn.Module, batch: Any, cuts: Sequence[str]) -> Traced:
 
 def by_name(found: Traced, measured: tuple[LayerMeasurement, ...]) -> dict[str, LayerMeasurement]:
     return {str(layer.key): one for layer, one in zip(found.trace.layers, measured, strict=True)}
+
+
+def state_hash(module: nn.Module, batch: Tensor) -> str:
+    """Of tensors, gradients, flags, attributes, random states, and which objects the attributes are."""
+    parts: list[Any] = [batch.numpy().tobytes(), random.getstate(), torch.get_rng_state().numpy().tobytes()]
+    for name, parameter in module.named_parameters():
+        gradient = None if parameter.grad is None else parameter.grad.numpy().tobytes()
+        parts += [name, id(parameter), id(parameter.grad), gradient, parameter.requires_grad]
+        parts += [parameter.detach().numpy().tobytes()]
+    for submodule in module.modules():
+        parts += [submodule.training, sorted(submodule.__dict__)]
+        for name, value in submodule.__dict__.items():
+            if name not in ("_modules", "_parameters"):
+                parts += [name, id(value), pickle.dumps(value)]
+    return hashlib.sha256(pickle.dumps(parts)).hexdigest()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import pickle
-import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_autopipe.core import LayerMeasurement
 from lightning_autopipe.profiling import ProfilingError, join_findings, optimizer_state_ratio, profiler
@@ -19,7 +16,7 @@ from lightning_autopipe.profiling.findings import OptimizerCost
 from lightning_autopipe.profiling.groups import share_out
 from lightning_autopipe.profiling.layer_replay import LayerRunner
 from tests.profiling.models import LOGGED, WIDTH, Restless, Scale, Stack, features
-from tests.profiling.support import by_name, profiled, share
+from tests.profiling.support import by_name, profiled, share, state_hash
 
 
 @pytest.fixture
@@ -34,21 +31,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
     monkeypatch.setattr(LayerRunner, "forward", counted)
     return counts
-
-
-def state_hash(module: nn.Module, batch: Tensor) -> str:
-    """Of tensors, gradients, flags, attributes, random states, and which objects the attributes are."""
-    parts: list[Any] = [batch.numpy().tobytes(), random.getstate(), torch.get_rng_state().numpy().tobytes()]
-    for name, parameter in module.named_parameters():
-        gradient = None if parameter.grad is None else parameter.grad.numpy().tobytes()
-        parts += [name, id(parameter), id(parameter.grad), gradient, parameter.requires_grad]
-        parts += [parameter.detach().numpy().tobytes()]
-    for submodule in module.modules():
-        parts += [submodule.training, sorted(submodule.__dict__)]
-        for name, value in submodule.__dict__.items():
-            if name not in ("_modules", "_parameters"):
-                parts += [name, id(value), pickle.dumps(value)]
-    return hashlib.sha256(pickle.dumps(parts)).hexdigest()
 
 
 def test_everything_is_as_before() -> None:

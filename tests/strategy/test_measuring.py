@@ -22,6 +22,8 @@ from lightning_autopipe.strategy import measuring
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.measuring import measured_profile
 from tests.harness import run_processes
+from tests.profiling.models import LOGGED, Restless, features
+from tests.profiling.support import state_hash
 from tests.strategy.modules import InOrder, MlpModule, regression_data
 from tests.strategy.runs import Fit, fit_all_here
 
@@ -381,6 +383,21 @@ def test_optimizers_are_tried_on_copies() -> None:
     seconds = measured.times[0].optimizer_s
     assert len(seconds) == measured.num_layers
     assert seconds[0] == 0.0
+
+
+def test_everything_is_as_before() -> None:
+    LOGGED.clear()
+    module, batch = Restless(), features()
+    module.first.weight.grad = torch.ones_like(module.first.weight)
+    optimizer = torch.optim.Adam(module.parameters())
+    pipeline = a_pipeline(module)
+    profile = pipeline.profile(STEP, (batch, 0), {})
+    before = state_hash(module, batch)
+    measured = measure(pipeline, profile, one_rank(), batch=(batch, 0), sizes=None, optimizers=[optimizer])
+    assert [table.microbatch_size for table in measured.times] == [2, 4, 8]  # one sample has no statistics
+    assert state_hash(module, batch) == before
+    assert not optimizer.state
+    assert not LOGGED
 
 
 def profile_text(trainer: Any, module: Any) -> str:
