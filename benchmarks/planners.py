@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import unlike_devices
 from peers.case import Case
 from peers.report import Row, markdown, printed
 from peers.scored import Scored
@@ -161,7 +162,8 @@ def main() -> int:
         figures = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
         options.json.write_text(json.dumps({"python": platform.python_version(), **figures}, indent=2) + "\n")
     if options.markdown:
-        write_whole(options.markdown, markdown(tables, found))
+        unlike = unlike_devices.markdown(unlike_devices.eight_devices())
+        write_whole(options.markdown, f"{markdown(tables, found)}\n{unlike}")
     if found:
         print("\n".join(found), file=sys.stderr)
     return 1 if options.check and found else 0
