@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import measured_mapping, namespaces, prediction
+from benchmarks import measured_mapping, prediction
 from benchmarks.emulation import SleepingRun, layout_of, run_sleeping
 from benchmarks.namespaces import INTERFACE, NamespacesUnavailableError, two_servers
 from lightning_autopipe.planner.simulator import simulate
@@ -79,8 +79,8 @@ def test_what_was_made_is_removed_where_limits_are_not_permitted(monkeypatch: py
         calls.append(command)
         return subprocess.CompletedProcess(command, int(command[0] == "tc"), "", "Operation not permitted")
 
-    monkeypatch.setattr(namespaces.subprocess, "run", run)
-    monkeypatch.setattr(namespaces.shutil, "which", lambda command: command)
+    monkeypatch.setattr("benchmarks.namespaces.subprocess.run", run)
+    monkeypatch.setattr("benchmarks.namespaces.shutil.which", lambda command: command)
     with (
         pytest.raises(NamespacesUnavailableError, match=r"`tc .* failed: Operation not permitted"),
         two_servers(1e8),
@@ -92,7 +92,7 @@ def test_what_was_made_is_removed_where_limits_are_not_permitted(monkeypatch: py
 
 
 def test_what_is_skipped_does_not_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(namespaces.shutil, "which", lambda command: None)
+    monkeypatch.setattr("benchmarks.namespaces.shutil.which", lambda command: None)
     assert measured_mapping.main(["--check"]) == 1
     assert "SKIPPED, nothing was measured: there is no command 'ip'" in capsys.readouterr().err
     assert measured_mapping.main([]) == 0
