@@ -110,7 +110,7 @@ class _MeasuringStrategy(AutoPipeStrategy):
     """Measures the first training step in place of running it."""
 
     def __init__(self, num_stages: int, microbatches: int | None, **options: Any) -> None:
-        super().__init__(num_stages=1, **options)
+        super().__init__(**options)
         self._stages_to_plan, self._microbatches = num_stages, microbatches
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
