@@ -8,10 +8,16 @@ from collections.abc import Iterator, Sequence
 Cuts = tuple[int, ...]
 
 
-def shifted(cuts: Cuts, num_layers: int) -> Iterator[Cuts]:
-    """Runs of neighbouring cuts, moved by a layer together: from one end of the run to the other."""
+def shifted(cuts: Cuts, num_layers: int, lengths: range | None = None) -> Iterator[Cuts]:
+    """Runs of neighbouring cuts, moved by a layer together: from one end of the run to the other.
+
+    Args:
+        cuts: to begin with.
+        num_layers: of the model.
+        lengths: of the runs; None: all.
+    """
     edges = (0, *cuts, num_layers)
-    for length in range(1, len(cuts) + 1):
+    for length in range(1, len(cuts) + 1) if lengths is None else lengths:
         for first in range(len(cuts) + 1 - length):
             last = first + length
             if edges[last + 1] - edges[last] > 1:

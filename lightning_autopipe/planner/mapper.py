@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, islice
 from typing import NoReturn
 
@@ -136,11 +136,12 @@ class _Chooser:
         return self._compared(ranked, min(settled, key=lambda one: one.step_s))
 
     def _compared(self, candidates: list[Candidate], best: _Found) -> _Found:
-        """The best one, or a placement whose simulated step is shorter: the bound does not know all waits for links."""
+        """The best one, or a placement whose simulated step is shorter, with cuts that are improved to the end."""
         effort = self._partition_effort // _SHORT
         for candidate in promising(self._setting, candidates, is_simulated=self._is_simulated):
             best = self._partitioned(candidate, effort, best.step_s, has_starts=False) or best
-        return best
+        last = replace(candidates[0], grid=best.grid, cuts=best.cuts, shares=best.shares)
+        return self._partitioned(last, self._partition_effort // 2, best.step_s, has_starts=False) or best
 
     @property
     def _num_actions(self) -> int:
@@ -247,7 +248,8 @@ class _Chooser:
         setting = self._setting
         objective = Objective(setting.pipelines(candidate.grid, candidate.shares))
         partitions = PartitionSearch(objective, setting.depths, effort=effort)
-        partitions.look_around([candidate.cuts, *(partitions.starts() if has_starts else ())])
+        starts = partitions.starts() if has_starts else []
+        partitions.look_around([candidate.cuts, *starts], around_masters=has_starts)
         if partitions.overflow_bytes or partitions.step_s * _SAME >= below_s:
             return None
         is_simulated = self._is_simulated or not objective.shares_links

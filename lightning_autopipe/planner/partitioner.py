@@ -214,7 +214,7 @@ class PartitionSearch:
         """The best of the starts: min-max by what a stage adds to the step."""
         return _both_ends(self._by_bound, self.num_stages, self.num_layers)
 
-    def look_around(self, starts: list[Cuts]) -> None:
+    def look_around(self, starts: list[Cuts], *, around_masters: bool = True) -> None:
         """Improves on some partitions until nothing is found any more, or as much was simulated as may be."""
         if self.objective.setting.cuts is not None:
             self.consider(self.objective.setting.cuts)
@@ -223,7 +223,8 @@ class PartitionSearch:
             starts = list(dict.fromkeys([*starts, *self._cheapest(self._fits)]))
         for cuts in starts:
             self.consider(cuts)
-        self._move_around_masters(starts, effort=(self._last_action - self.objective.num_priced_actions) // 2)
+        if around_masters:
+            self._move_around_masters(starts, effort=(self._last_action - self.objective.num_priced_actions) // 2)
         while not self.is_over and any(self.consider(cuts) for cuts in self._neighbours(self.best)):
             pass
 
@@ -268,12 +269,13 @@ class PartitionSearch:
                     yield moved
 
     def _neighbours(self, cuts: Cuts) -> Iterator[Cuts]:
-        yield from shifted(cuts, self.num_layers)
+        yield from shifted(cuts, self.num_layers, range(1, 2))
         if self._cheaper is not None:
             yield from self._cheaper.jumped(cuts)
             if not self.overflow_bytes:
                 alone_s = min(prefix[-1] for prefix in self.objective.stage_prefixes())
                 yield from slid(cuts, *self._adds, self.step_s - alone_s)
+        yield from shifted(cuts, self.num_layers, range(2, self.num_stages))
 
     def _cheapest(self, fits: Fits | None = None) -> list[Cuts]:
         return cheapest_cuts(*self._adds, self.objective.stage_prefixes(), self._by_bound.lightest, fits)
