@@ -43,7 +43,7 @@ _SHORTER = 4
 """And where devices were exchanged after a search."""
 _NEAR = 1.03
 """And searched on where its step is not longer than the best one by more than this."""
-_NUM_SETTLED = 2
+_NUM_SETTLED = 1
 _NUM_ROUNDS = 3
 """Of partition and exchanges in turn."""
 MAX_SIMULATED = 3_000_000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 
 Cuts = tuple[int, ...]
@@ -18,7 +18,7 @@ class MinMaxTable:
 
     ``D[p][i] = min over j of max(D[p - 1][j], W[i] - W[j] + e[j])`` with the prefix sums W of what layers weigh on
     stage p and the price e of entering it at layer j. D rises with j and the rest falls (but for e, which makes this a
-    very good start and not the exact optimum), so the best j is found by bisection: O(L n log L).
+    very good start and not the exact optimum), so the best j only rises with i: O(L n).
 
     Args:
         weights: by stage, prefix sums over the layers.
@@ -36,20 +36,18 @@ class MinMaxTable:
         for stage_index in range(1, len(weights)):
             before, weight, entry = self._least[-1], weights[stage_index], self._entries[stage_index]
             row = [math.inf] * (num_layers + 1)
+            crossing = stage_index
             for stop in range(stage_index + 1, num_layers + 1):
-                cuts = range(stage_index, stop)
-                crossing = self._crossing(before, weight, entry, stop, cuts)
-                row[stop] = min(
-                    max(before[cut], weight[stop] - weight[cut] + entry[cut])
-                    for cut in cuts[max(0, crossing - 2) : crossing + 2]
-                )
+                whole, best = weight[stop], math.inf
+                while crossing < stop and before[crossing] < whole - weight[crossing] + entry[crossing]:
+                    crossing += 1
+                for cut in range(max(stage_index, crossing - 2), min(stop, crossing + 2)):
+                    last = whole - weight[cut] + entry[cut]
+                    heaviest = before[cut] if before[cut] > last else last
+                    if heaviest < best:
+                        best = heaviest
+                row[stop] = best
             self._least.append(row)
-
-    @staticmethod
-    def _crossing(
-        before: Sequence[float], weight: Sequence[float], entry: Sequence[float], stop: int, cuts: range
-    ) -> int:
-        return bisect_left(cuts, True, key=lambda cut: before[cut] >= weight[stop] - weight[cut] + entry[cut])
 
     @property
     def lightest(self) -> float:
