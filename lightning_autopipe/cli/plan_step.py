@@ -7,7 +7,7 @@ import argparse
 from rich.console import Console
 
 from lightning_autopipe.cli.timelines import ShownStep, write_files
-from lightning_autopipe.core.cluster import ClusterTopology
+from lightning_autopipe.core.cluster import ClusterTopology, is_same_model
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.timeline import Timeline
@@ -60,7 +60,16 @@ def shown_step(plan: PipelinePlan, cluster: ClusterTopology | None) -> ShownStep
 def assumptions(plan: PipelinePlan, cluster: ClusterTopology | None) -> list[str]:
     """What the prediction takes for granted, in sentences."""
     is_measured = plan.step_prediction is not None or plan.stage_predictions
-    return [*([] if is_measured else [_NOT_MEASURED]), *([] if cluster else [_NO_CLUSTER])]
+    notes = [] if is_measured else [_NOT_MEASURED]
+    if cluster is None:
+        return [*notes, _NO_CLUSTER]
+    others = [
+        f"rank {planned.global_rank} is {found.model}, planned for {planned.model}"
+        for planned, found in zip(plan.devices, cluster.devices, strict=False)
+        if not is_same_model(planned.model, found.model) and not is_same_model(found.model, planned.model)
+    ]
+    more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+    return [*notes, f"The cluster is not what the plan is for: {others[0]}{more}."] if others else notes
 
 
 def print_plan(console: Console, plan: PipelinePlan, step: ShownStep, *, max_rows: int = _MAX_ROWS) -> None:

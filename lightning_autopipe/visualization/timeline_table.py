@@ -114,7 +114,13 @@ def _memory(timeline: Timeline, lane: Lane) -> str:
 
 
 def _table(title: str) -> Table:
-    return Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    return Table(
+        title=Text(title),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
 
 
 def _cut(table: Table, num_rows: int, max_rows: int, noun: str) -> Table:

@@ -31,6 +31,22 @@ def test_a_file_is_shown_and_written_in_full(tmp_path: Path, capsys: pytest.Capt
     assert load_topology(written) == load_topology(find_cluster_file("uneven_1_2_1"))
 
 
+@pytest.mark.parametrize("columns", ["", "80"])
+def test_headers_are_whole_in_a_pipe_and_in_a_narrow_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["cluster", "rtx3090_v100"]) == 0
+    output = capsys.readouterr().out
+    for words in ("server ranks devices memory speed to others", "from to kind bandwidth latency duplex sharing"):
+        assert words in " ".join(output.split())
+    assert "…" not in output
+    tables = output[: output.index("cluster\n├")]
+    assert max(map(len, tables.splitlines())) <= 80 or not columns
+    if not columns:  # one line a link
+        assert "volta/socket 0  network" in output
+
+
 def test_without_a_file_it_is_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cluster"]) == 0
     assert "in 1 server" in capsys.readouterr().out

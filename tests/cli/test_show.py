@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_autopipe.cli import main
+from lightning_autopipe.cluster import find_cluster_file, load_topology
 from tests.planner.test_plan_step import a_plan
 
 
@@ -29,6 +31,32 @@ def test_a_plan_is_shown_with_its_step(plan_file: str, capsys: pytest.CaptureFix
         assert text in output
     assert "note: No cluster is given" in output
     assert "not measured" not in output
+
+
+def test_links_are_shown_with_what_they_carry_and_who_meets_there(
+    plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["show", plan_file, "--cluster", "rtx3090_v100"]) == 0
+    output = capsys.readouterr().out
+    assert "from → to bytes of sums busy share contended by flows" in " ".join(output.split())
+    # A value of 1000 bytes and half of that back for each of three micro-batches, and the gradients' ring.
+    assert "rank 11 → rank 10 2.93 KiB 0 B" in " ".join(output.split())
+    assert max(map(len, output.splitlines())) <= 80
+    assert "The cluster is not what" not in output
+
+
+def test_devices_that_a_plan_is_not_for_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    devices = load_topology(find_cluster_file("slow_network")).devices
+    replace(a_plan(num_replicas=2), devices=devices).save(tmp_path / "plan.json")
+    for cluster, problem in (
+        ("slow_network", ""),
+        ("no_peer_access_4", "rank 0 is RTX 2080 Ti, planned for CPU process, and 3 more"),
+    ):
+        assert main(["show", str(tmp_path / "plan.json"), "--cluster", cluster]) == 0
+        output = capsys.readouterr().out
+        assert ("note: The cluster is not what the plan is for: " in output) == bool(problem)
+        assert problem in output
 
 
 def test_everything_that_is_asked_for_is_written(plan_file: str, tmp_path: Path) -> None:
