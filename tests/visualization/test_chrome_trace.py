@@ -12,7 +12,7 @@ from lightning_autopipe.core import Action, ConfigurationError, Timeline, Timeli
 from lightning_autopipe.schedules import sliced_one_f_one_b
 from lightning_autopipe.visualization import chrome_trace, save_chrome_trace
 
-from .timelines import NUM_BYTES, a_cluster, a_timeline
+from .timelines import NUM_BYTES, a_cluster, a_timeline, an_unlike_timeline
 
 
 def of_phase(document: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -133,3 +133,18 @@ def test_the_file_is_the_document_and_written_whole(tmp_path: Path, timeline: Ti
     assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
     with pytest.raises(ConfigurationError, match="cannot be written"):
         save_chrome_trace(path / "below_a_file.json", timeline)
+
+
+def test_arrows_lead_to_whoever_has_the_micro_batch_on_the_next_stage() -> None:
+    document = chrome_trace(an_unlike_timeline())
+    ways = [name for name in names(document, "thread").values() if "→" in name]
+    assert {name.split(" (")[0] for name in ways} == {
+        "rank 0 → rank 1",
+        "rank 0 → rank 2",
+        "rank 1 → rank 0",
+        "rank 2 → rank 0",
+    }
+    # Six micro-batches, there and back.
+    assert len(of_phase(document, "s")) == len(of_phase(document, "f")) == 12
+    ends = Counter(event["tid"] - 1 for event in of_phase(document, "f"))
+    assert ends == {0: 6, 1: 3, 2: 3}

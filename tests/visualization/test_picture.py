@@ -11,6 +11,7 @@ from xml.etree import ElementTree as ET
 import matplotlib as mpl
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
@@ -18,7 +19,7 @@ from lightning_autopipe.core import ActionType, ConfigurationError, StepEnd, Tim
 from lightning_autopipe.schedules import gpipe, sliced_one_f_one_b
 from lightning_autopipe.visualization import save_picture, timeline_figure, timeline_svg
 
-from .timelines import a_timeline
+from .timelines import a_timeline, an_unlike_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -106,6 +107,23 @@ def test_numbers_are_there_where_they_fit() -> None:
     assert "stage 15 · rank 0" in large
 
 
+def test_stages_with_unlike_numbers_of_ranks_have_a_lane_for_each() -> None:
+    timeline = an_unlike_timeline()
+    svg = timeline_svg({"": timeline})
+    labels = [text for text in texts(svg) if text.startswith("stage")]
+    assert labels == ["stage 0 · rank 1", "stage 0 · rank 2", "stage 1 · rank 0"]
+    assert not [text for text in texts(svg) if text.startswith("replica")]
+    assert elements(svg, "timeline-0-activations-sent") == elements(svg, "timeline-0-gradients-sent") == 6
+    # What passes a lane by is drawn behind its bars and numbers.
+    (axes,) = timeline_figure({"": timeline}).axes
+    lines, bars = (
+        [artist for artist in axes.collections if isinstance(artist, kind) and "idle" not in (artist.get_gid() or "")]
+        for kind in (LineCollection, PolyCollection)
+    )
+    assert len(lines) == 2
+    assert max(line.get_zorder() for line in lines) < min(bar.get_zorder() for bar in bars)
+
+
 def test_a_legend_names_what_is_there_and_no_more() -> None:
     names = texts(timeline_svg({"": a_timeline(2, 4, bandwidth_bytes_per_s=None)}))
     assert {"forward", "backward", "optimizer", "idle", "warm-up", "steady", "cool-down"} <= set(names)
@@ -139,6 +157,7 @@ PICTURES: Mapping[str, Mapping[str, Timeline]] = {
     "one stage, 12 replicas": {"": a_timeline(1, 4, 12)},
     "8 x 8 x 8": {"": a_timeline(8, 8, 8)},
     "64 x 8": {"": a_timeline(64, 8)},
+    "2 + 1": {"": an_unlike_timeline()},
     "16 x 64": {"": a_timeline(16, 64)},
     "two": {"predicted": a_timeline(4, 8), "measured": a_timeline(4, 8, bandwidth_bytes_per_s=2e8)},
 }

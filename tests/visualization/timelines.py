@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from lightning_autopipe.core import ClusterTopology, Device, Link, Schedule, Timeline
-from lightning_autopipe.planner import simulate
+from lightning_autopipe.core import ClusterTopology, Device, DeviceMapping, Link, Partition, Schedule, Timeline
+from lightning_autopipe.planner import CostModel, simulate
 from lightning_autopipe.planner.links import LinkNetwork
+from lightning_autopipe.planner.unequal import unequal_step_work
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
 from lightning_autopipe.schedules import one_f_one_b
+from tests.planner.mappings import a_model
 
 NUM_BYTES = 1 << 20
 
@@ -67,3 +69,12 @@ def a_timeline(
             tied_bytes=(((0, num_stages - 1), NUM_BYTES),) if is_tied else (),
         )
     )
+
+
+def an_unlike_timeline() -> Timeline:
+    """Two ranks, then one, for six micro-batches, with links."""
+    profile = a_model([3.0, 1.0, 1.0], num_bytes=1)
+    partition = Partition(cut_points=(1,), num_layers=3)
+    mapping = DeviceMapping(stage_ranks=((2, 1), (0,)))
+    network = LinkNetwork(a_cluster(3, bandwidth_bytes_per_s=2.0))
+    return simulate(unequal_step_work(CostModel(profile), partition, mapping, network=network, num_microbatches=6))
