@@ -9,6 +9,7 @@ import pytest
 
 from lightning_autopipe.cli import main
 from lightning_autopipe.cluster import find_cluster_file, load_topology
+from lightning_autopipe.core import DeviceMapping
 from tests.planner.test_plan_step import a_plan
 
 
@@ -44,6 +45,38 @@ def test_links_are_shown_with_what_they_carry_and_who_meets_there(
     assert "rank 11 → rank 10 2.93 KiB 0 B" in " ".join(output.split())
     assert max(map(len, output.splitlines())) <= 80
     assert "The cluster is not what" not in output
+
+
+def test_a_mapped_plan_keeps_its_pipelines_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 3 sends to rank 0, and rank 1 to rank 2; in the order of ranks it would be 1 to 0 and 3 to 2."""
+    mapping = DeviceMapping(stage_ranks=((3, 1), (0, 2)))
+    replace(a_plan(num_replicas=2), mapping=mapping).save(tmp_path / "plan.json")
+    files = [
+        "--picture",
+        str(tmp_path / "a.svg"),
+        "--trace",
+        str(tmp_path / "a.json"),
+        "--html",
+        str(tmp_path / "a.html"),
+    ]
+    assert main(["show", str(tmp_path / "plan.json"), *files]) == 0
+    output = capsys.readouterr().out
+    ways = ("rank 0 → rank 3", "rank 1 → rank 2", "rank 2 → rank 1", "rank 3 → rank 0")
+    for way in ways:
+        assert way in output
+        assert way in (tmp_path / "a.json").read_text(encoding="utf-8")
+    picture = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    lanes = [f"stage {stage} · rank {rank}" for stage, rank in ((0, 3), (1, 0), (0, 1), (1, 2))]
+    for text in (picture, (tmp_path / "a.html").read_text(encoding="utf-8")):
+        assert sorted(lanes, key=text.index) == lanes
+    assert main(["simulate", str(tmp_path / "plan.json")]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if line.endswith(" B  ") or " ms" in line]
+    assert [row for row in rows if row[0] in "01"][:4] == [
+        ["0", "0", "3"],
+        ["1", "0", "0"],
+        ["0", "1", "1"],
+        ["1", "1", "2"],
+    ]
 
 
 def test_devices_that_a_plan_is_not_for_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
