@@ -61,7 +61,8 @@ class DeviceMapping:
         if self.num_replicas is None:
             raise PlanError(
                 f"stages have unlike numbers of replicas ({counts}), which can be planned and simulated but not run "
-                "yet; set num_replicas, or num_stages, to a number that divides the processes"
+                "yet; set num_replicas, or num_stages, to a number that divides the processes (autopipe plan "
+                "--equal-replicas)"
             )
         if self.ranks != tuple(range(len(self.ranks))):
             raise PlanError(
