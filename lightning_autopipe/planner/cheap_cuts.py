@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,14 @@ Fits = Callable[[int, int, int], bool]
 _ROUNDING = 1 + 1e-12
 _NUM_HALVINGS = 12
 """Of limits: searches only begin from what is found."""
-_NUM_LIMITS = 7
+_MIN_LIMITS, _MAX_LIMITS = 5, 20
+_LAYERS_LIMITED = 6_000
+"""Layers times stages that are gone through for all limits together, where that makes more than the least number."""
 _SLACKS = (_ROUNDING, 1.05, 1.4)
 """How much heavier than the lightest heaviest stage one may be to make cuts cheaper."""
+_NUM_HALVINGS_TO_FIT = 7
+_HEAVIEST = 4.0
+"""And where memory is short."""
 _NUM_PRICES = 8
 """Limits of what a cut may cost, in `cheap_cuts`."""
 
@@ -99,7 +105,18 @@ def cheapest_cuts(
         lightest: what the heaviest stage weighs at least.
         fits: whether a stage's device has room for a range of layers; None: it has.
     """
-    found = (quickest_cuts(weights, entries, prefixes, limit, fits) for limit in _limits(weights, lightest))
+    remembered = functools.cache(fits) if fits else None
+
+    def quickest(limit: float) -> Cuts | None:
+        return quickest_cuts(weights, entries, prefixes, limit, remembered)
+
+    found = [quickest(limit) for limit in _limits(weights, lightest)]
+    if fits is not None:  # what fits may weigh more: about how much at least is found by halving
+        low, high = lightest, _HEAVIEST * lightest
+        for _ in range(_NUM_HALVINGS_TO_FIT):
+            middle = (low + high) / 2
+            found.append(quickest(middle))
+            low, high = (middle, high) if found[-1] is None else (low, middle)
     return list(dict.fromkeys(cuts for cuts in found if cuts is not None))
 
 
@@ -115,7 +132,7 @@ def _limits(weights: Sequence[Sequence[float]], lightest: float) -> list[float]:
             least = middle
         else:
             low = middle
-    steps = _NUM_LIMITS - 2
+    steps = min(_MAX_LIMITS, max(_MIN_LIMITS, _LAYERS_LIMITED // (len(weights) * len(weights[0]))))
     ratio = (lightest / least) ** (1 / steps) if least > 0 else 1.0
     between = [least * ratio**step for step in range(steps)]
     return list(dict.fromkeys([*(limit * _ROUNDING for limit in between), *(slack * lightest for slack in _SLACKS)]))

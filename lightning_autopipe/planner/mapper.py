@@ -133,14 +133,15 @@ class _Chooser:
         near = [one for one in found if one.step_s <= _NEAR * found[0].step_s]
         settled = [found[0], *(self._settled(search, one) for one in near[:_NUM_SETTLED])]
         self._num_scored += search.num_scored
-        return self._compared(ranked, min(settled, key=lambda one: one.step_s))
+        return self._compared(ranked, launcher, min(settled, key=lambda one: one.step_s))
 
-    def _compared(self, candidates: list[Candidate], best: _Found) -> _Found:
+    def _compared(self, candidates: list[Candidate], launcher: Candidate, best: _Found) -> _Found:
         """The best one, or a placement whose simulated step is shorter, with cuts that are improved to the end."""
         effort = self._partition_effort // _SHORT
         for candidate in promising(self._setting, candidates, is_simulated=self._is_simulated):
             best = self._partitioned(candidate, effort, best.step_s, has_starts=False) or best
-        last = replace(candidates[0], grid=best.grid, cuts=best.cuts, shares=best.shares)
+        best = self._partitioned(launcher, self._partition_effort, best.step_s) or best
+        last = replace(launcher, grid=best.grid, cuts=best.cuts, shares=best.shares)
         return self._partitioned(last, self._partition_effort // 2, best.step_s, has_starts=False) or best
 
     @property

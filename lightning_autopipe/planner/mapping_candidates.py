@@ -9,7 +9,9 @@ from lightning_autopipe.planner.mapping_bound import Candidate
 from lightning_autopipe.planner.mapping_setting import MappingSetting
 from lightning_autopipe.planner.objective import Objective
 
-_NUM_PROMISING = 3
+_MIN_PROMISING, _MAX_PROMISING = 3, 10
+_LAYERS_SEARCHED = 600
+"""Layers of all models together whose partition is searched, where that makes more than the least number."""
 _SIMULATED_ACTIONS = 12_000
 """Actions that are simulated to find them; so many placements, and no fewer than are given."""
 
@@ -36,10 +38,11 @@ def promising(setting: MappingSetting, candidates: Sequence[Candidate], *, is_si
     found.sort(key=lambda one: one[:2])
     if is_simulated:
         num_actions = 2 * setting.num_stages * setting.num_microbatches
-        number = max(_NUM_PROMISING, _SIMULATED_ACTIONS // num_actions)
-        found = [
+        number = max(_MIN_PROMISING, _SIMULATED_ACTIONS // num_actions)
+        simulated = [
             (objective.predicted_s(candidates[index].cuts, setting.depths), index, objective)
             for _, index, objective in found[:number]
         ]
-        found.sort(key=lambda one: one[:2])
-    return [candidates[index] for _, index, _ in found[:_NUM_PROMISING]]
+        found = [*sorted(simulated, key=lambda one: one[:2]), *found[number:]]
+    num_promising = min(_MAX_PROMISING, max(_MIN_PROMISING, _LAYERS_SEARCHED // setting.cost.num_layers))
+    return [candidates[index] for _, index, _ in found[:num_promising]]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 from lightning_autopipe.core.cluster import Device
 from lightning_autopipe.core.errors import PlanError
@@ -73,6 +74,10 @@ class PipelineSetting:
         return Route() if self.network is None else self.network.route(sender, receiver)
 
 
+_MEMORIES: WeakKeyDictionary[CostModel, dict[object, dict[tuple[int, int], StageMemory]]] = WeakKeyDictionary()
+"""Of ranges of layers, whatever the devices: searches make many objectives of one model."""
+
+
 class Objective:
     """Prices cuts and depths in one setting, by the recurrence: links count, but not that transfers share them."""
 
@@ -89,7 +94,9 @@ class Objective:
         self._unlike = tuple(dict.fromkeys(self._replicas))
         self._gradients = GradientBytes(setting.cost)
         self._rings: dict[tuple[int, ...], list[Route]] = {}
-        self._memories: dict[tuple[int, int], StageMemory] = {}
+        self._memories = _MEMORIES.setdefault(setting.cost, {}).setdefault(
+            (max(setting.num_microbatches), setting.microbatch_size, setting.optimizer_state_ratio), {}
+        )
         self._overflows: dict[tuple[int, int, int, int], int] = {}
         has_optimizer = any(replica.has_optimizer for replica in self._unlike)
         self._only_computes = len(self._ranks) == 1 and not setting.cost.ties and not has_optimizer

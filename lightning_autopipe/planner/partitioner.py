@@ -219,7 +219,7 @@ class PartitionSearch:
         if self.objective.setting.cuts is not None:
             self.consider(self.objective.setting.cuts)
             return
-        if any(self.objective.overflow_bytes(cuts, self.depths) for cuts in starts):
+        if around_masters and any(self.objective.overflow_bytes(cuts, self.depths) for cuts in starts):
             starts = list(dict.fromkeys([*starts, *self._cheapest(self._fits)]))
         for cuts in starts:
             self.consider(cuts)
