@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_autopipe.core.cluster import Device
+from lightning_autopipe.core.cluster import Device, rank_of_point
 from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.memory import StageMemory, stage_memory
@@ -44,7 +44,7 @@ class _Group:
     ring_latency_s: float
     """Of all rounds."""
     crossing_s_per_byte: tuple[float, float]
-    """From the stage before, and back to it."""
+    """From the stage before, and back to it, where each device takes its share of the bytes."""
     memory_bytes: int
     """Of the smallest one."""
     num_in_flight: int
@@ -193,8 +193,7 @@ class CountTable:
     def _crossing_s(self, stage: _Stage) -> float:
         """Seconds for which the links to the stage before are busy at least, in the direction that takes longer."""
         there, back = self._group(stage.first, stage.num_ranks).crossing_s_per_byte
-        each = self._num_microbatches / stage.num_ranks
-        return each * max(self._sent[stage.start] * there, self._returned[stage.start] * back)
+        return self._num_microbatches * max(self._sent[stage.start] * there, self._returned[stage.start] * back)
 
     def _group(self, first: int, count: int) -> _Group:
         if (first, count) in self._groups:
@@ -210,12 +209,29 @@ class CountTable:
             kinds=tuple((*self._prefixes(examples[kind]), number) for kind, number in kinds.items()),
             ring_s_per_byte=max((hop.occupied_s(ring.hop_bytes) for hop in hops), default=0.0),
             ring_latency_s=ring.num_rounds * max((hop.latency_s for hop in hops), default=0.0),
-            crossing_s_per_byte=(route(before[0], ranks[-1]).occupied_s(1), route(ranks[-1], before[0]).occupied_s(1)),
+            crossing_s_per_byte=self._crossing_s_per_byte(before[0], ranks),
             memory_bytes=min(device.memory_bytes for device in devices),
             num_in_flight=min(-(-(first + count) // count), -(-self._num_microbatches // count)),
         )
         self._groups[first, count] = found
         return found
+
+    def _crossing_s_per_byte(self, before: int, ranks: Sequence[int]) -> tuple[float, float]:
+        """Seconds of the fullest channel, there and back, but for the link of the device before: it is one of many."""
+        network = self._network
+        own = 1 if rank_of_point(network.point(before)) is not None else 0
+        there, back = Counter[int](), Counter[int]()
+        for rank in ranks:
+            there.update(network.route(before, rank).channels[own:])
+            back.update(network.route(rank, before).channels[: -own or None])
+        there_s, back_s = (
+            max(
+                (number / network.channels[channel].bandwidth_bytes_per_s for channel, number in of.items()),
+                default=0.0,
+            )
+            for of in (there, back)
+        )
+        return there_s / len(ranks), back_s / len(ranks)
 
     def _prefixes(self, device: Device) -> tuple[Sequence[float], Sequence[float]]:
         forward, backward, optimizer = (
