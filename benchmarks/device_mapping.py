@@ -1,6 +1,6 @@
 """What mapping devices to stages is worth, as predicted, and how quickly it is found.
 
-* The example clusters, with a transformer of 96 blocks in halves (196 layers): the mapped step against the launcher's
+* The example clusters, with a transformer of 96 blocks in halves (194 layers): the mapped step against the launcher's
   order of ranks, whose partition is searched just as long, both by the simulator; what rank 0 costs; the links that
   are busiest.
 * Clusters of unlike servers that grow: the search's time, the step against the best placement of fresh, append and

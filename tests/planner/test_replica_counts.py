@@ -112,6 +112,9 @@ def test_memory_and_unlike_speeds_count() -> None:
     assert max(len(found.partition.stage_layers(stage)) for stage in range(found.partition.num_stages)) == 2
     with pytest.raises(ConfigurationError, match="nothing was found that fits the devices' memory"):
         choose_replica_counts(cost, alike_devices(3, memory_bytes=4_500), num_microbatches=8)
+    roomy = choose_mapping(a_mapping_setting(cost.profile, alike_devices(3).topology, 3, 1, 8))
+    with pytest.raises(ConfigurationError, match="nothing was found that fits the devices' memory"):
+        choose_replica_counts(cost, alike_devices(3, memory_bytes=4_500), num_microbatches=8, equal=[roomy])
     unlike = LinkNetwork(a_cluster("AAAA", [1.0, 0.5, 0.5, 1.0]))
     found = choose_replica_counts(CostModel(a_model([1.0, 1.0])), unlike, num_microbatches=12, num_stages=2)
     assert found.step_s <= found.equal_step_s * SAME
