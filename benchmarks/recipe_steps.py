@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_autopipe import AutoPipeStrategy
 from lightning_autopipe.planner.plan_step import plan_step
 from lightning_autopipe.planner.simulator import simulate
+from lightning_autopipe.profiling.cache import CACHE_VARIABLE
 from recipes.bert import BertModule
 from recipes.gpt2 import GPT2Module
 from recipes.images import DigitsDataModule
@@ -83,7 +84,13 @@ def recipe_row(name: str) -> dict[str, Any]:
     before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="autopipe-recipes-") as folder:
         plan, schedule_s, step_s = run_processes(
-            NUM_STAGES, _fit, name, folder, timeout_s=LIMIT_S, initialize_process_group=False
+            NUM_STAGES,
+            _fit,
+            name,
+            folder,
+            timeout_s=LIMIT_S,
+            initialize_process_group=False,
+            environment={CACHE_VARIABLE: "off"},  # the profile is to be as old as the steps
         )[0]
     simulated_s = simulate(plan_step(plan)).step_s
     measured_s = statistics.median(step_s[NUM_WARM_UP:])
