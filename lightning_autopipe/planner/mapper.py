@@ -46,6 +46,8 @@ _NEAR = 1.03
 _NUM_SETTLED = 1
 _FEW_LAYERS = 100
 """Up to so many, partitions of all placements that are compared are searched from all starts, which is quick then."""
+_LONGER = 4
+"""And the launcher's order with so many times more effort."""
 _NUM_ROUNDS = 3
 """Of partition and exchanges in turn."""
 MAX_SIMULATED = 3_000_000
@@ -139,10 +141,11 @@ class _Chooser:
 
     def _compared(self, candidates: list[Candidate], launcher: Candidate, best: _Found) -> _Found:
         """The best one, or a placement whose simulated step is shorter, with cuts that are improved to the end."""
-        effort, has_starts = self._partition_effort // _SHORT, self._setting.cost.num_layers <= _FEW_LAYERS
+        effort, is_small = self._partition_effort // _SHORT, self._setting.cost.num_layers <= _FEW_LAYERS
         for candidate in promising(self._setting, candidates, is_simulated=self._is_simulated):
-            best = self._partitioned(candidate, effort, best.step_s, has_starts=has_starts) or best
-        best = self._partitioned(launcher, self._partition_effort, best.step_s) or best
+            best = self._partitioned(candidate, effort, best.step_s, has_starts=is_small) or best
+        effort = self._partition_effort * (_LONGER if is_small else 1)
+        best = self._partitioned(launcher, effort, best.step_s) or best
         last = replace(launcher, grid=best.grid, cuts=best.cuts, shares=best.shares)
         return self._partitioned(last, self._partition_effort // 2, best.step_s, has_starts=False) or best
 
