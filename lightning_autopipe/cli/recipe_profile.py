@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -71,28 +72,28 @@ def measure_recipe(
         AutoPipeError: the step cannot be traced, split or measured.
     """
     cfg = _composed(_config_folder(), name, overrides)
-    # What Lightning says of a run is not about measuring.
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     strategy = _MeasuringStrategy(num_stages, num_microbatches, **_strategy_options(cfg))
     try:
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
         data = instantiate(cfg.data, _convert_="all")
         module = instantiate(cfg.model, _convert_="all")
-        trainer = instantiate(
-            cfg.trainer,
-            strategy=strategy,
-            devices=1,
-            num_nodes=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            num_sanity_val_steps=0,
-            _convert_="all",
-        )
+        with _quiet_lightning():
+            trainer = instantiate(
+                cfg.trainer,
+                strategy=strategy,
+                devices=1,
+                num_nodes=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                num_sanity_val_steps=0,
+                _convert_="all",
+            )
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(f"recipe {name!r}: {error}") from error
     try:
-        trainer.fit(module, datamodule=data)
+        with _quiet_lightning():
+            trainer.fit(module, datamodule=data)
     except _MeasuredError as end:
         return end.step
     raise ConfigurationError(f"recipe {name!r} has nothing to train on: set its data, and limit_train_batches above 0")
@@ -147,6 +148,18 @@ class _MeasuringStrategy(AutoPipeStrategy):
             cuts=pipeline.cut_points_after if options.cut_after else None,
             is_over_batch=options.loss_over == "batch",
         )
+
+
+@contextlib.contextmanager
+def _quiet_lightning() -> Iterator[None]:
+    """What Lightning says of a run is not about measuring; warnings stay."""
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _config_folder() -> Path:

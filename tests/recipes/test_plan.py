@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from lightning_autopipe.cli import main
-from lightning_autopipe.core import ModelProfile, PipelinePlan
+from lightning_autopipe.cli import main, recipe_profile
+from lightning_autopipe.core import ConfigurationError, ModelProfile, PipelinePlan
 from recipes.launch import CONFIG_DIR
 from tests.harness import run_processes
 from tests.recipes.fits import TEXT
@@ -56,7 +57,7 @@ def test_a_plan_of_a_recipe_runs(
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "1")  # set by the run in this process, and undone with it
     monkeypatch.chdir(tmp_path)
-    common = ["--devices", "2", "--stages", "2"]
+    common = ["--devices", "2", "--stages", "2", "--microbatches", "2"]
     overrides = settings(tmp_path)
     assert main(["plan", "--recipe", "gpt2", *overrides, *common, "-o", "a.json", "--save-profile", "p.json"]) == 0
     output = capsys.readouterr()
@@ -64,10 +65,10 @@ def test_a_plan_of_a_recipe_runs(
     assert "can be shown and simulated, but not run" not in output.out
     assert output.err == ""
     profile = ModelProfile.load("p.json")
-    assert sorted({table.microbatch_size for table in profile.times}) == [1, 2, 4]
-    sizes = ["--batch-size", "4", "--microbatches", "2"]
-    assert main(["plan", "--profile", "p.json", *common, *sizes, "-o", "b.json"]) == 0
+    assert [table.microbatch_size for table in profile.times] == [2]
+    assert main(["plan", "--profile", "p.json", *common, "-o", "b.json"]) == 0
     plans = [PipelinePlan.load(name) for name in ("a.json", "b.json")]
+    assert [plan.num_microbatches for plan in plans] == [2, 2]
     assert plans[0].module_fingerprint == plans[1].module_fingerprint == profile.module_fingerprint
     files = [str(tmp_path / name) for name in ("a.json", "b.json")]
     ran = run_processes(2, fit_by_plans, files, overrides, initialize_process_group=False, timeout_s=100.0)
@@ -76,6 +77,26 @@ def test_a_plan_of_a_recipe_runs(
 
 def fit_by_plans(plan_files: list[str], overrides: list[str]) -> list[str | None]:
     return [fit_by_plan(plan_file, overrides) for plan_file in plan_files]
+
+
+@pytest.mark.parametrize(
+    ("options", "number", "sizes"), [([], 4, None), (["--microbatches", "2"], 2, ()), (["--stages", "1"], 4, None)]
+)
+def test_several_sizes_are_measured_unless_the_number_is_given(
+    options: list[str], number: int, sizes: tuple[()] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Around four micro-batches a stage, at most the batch's samples."""
+    found: dict[str, Any] = {}
+
+    def measure(*_: Any, **arguments: Any) -> None:
+        found.update(arguments)
+        raise ConfigurationError("that is all")
+
+    monkeypatch.setattr(recipe_profile, "measured_profile", measure)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--recipe", "gpt2", *settings(tmp_path), "--devices", "2", *options]) == 2
+    assert (found["num_microbatches"], found["sizes"]) == (number, sizes)
+    assert len(found["optimizers"]) == 1
 
 
 @pytest.mark.parametrize(
