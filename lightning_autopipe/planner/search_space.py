@@ -34,6 +34,8 @@ class SearchSpace:
     """Whether each replica has such a batch, as under Lightning's loaders, or all share one."""
     num_stages: int | Auto = "auto"
     num_replicas: int | Auto = "auto"
+    possible_replicas: tuple[int, ...] | None = None
+    """Numbers of replicas that the data can be shared by; None: any."""
     num_microbatches: int | Auto = "auto"
     """Of each replica."""
     schedule: str = "auto"
@@ -68,6 +70,8 @@ class SearchSpace:
         is_unlike = not self.equal_counts and self.num_stages != "auto" and self.num_stages <= most
         if not self.layouts() and not is_unlike:
             wanted = f"num_stages={self.num_stages} x num_replicas={self.num_replicas}"
+            if self.possible_replicas is not None:
+                wanted += f" (the data can be shared by {', '.join(map(str, self.possible_replicas))})"
             raise ConfigurationError(
                 f"{wanted} does not use the {self.topology.world_size} devices with at most one stage for each of the "
                 f"{self.cost.num_layers} layers; set numbers whose product is {self.topology.world_size}"
@@ -95,6 +99,7 @@ class SearchSpace:
             if not world_size % stages
             and num_stages in ("auto", stages)
             and self.num_replicas in ("auto", world_size // stages)
+            and (self.possible_replicas is None or world_size // stages in self.possible_replicas)
         ]
 
 

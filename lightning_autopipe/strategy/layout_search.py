@@ -14,13 +14,14 @@ from torch.utils.data import IterableDataset
 
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import AutoPipeError, ConfigurationError
+from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.planner import CostModel, SearchSpace, plan_of, search
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.sizes import MICROBATCHES_PER_STAGE
 from lightning_autopipe.profiling import ProfilingError
-from lightning_autopipe.strategy.data_generators import preserved_generators
+from lightning_autopipe.strategy.data_state import preserved_data_state
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.planning import first_training_arguments, warn_of_batch_norm
@@ -44,7 +45,7 @@ def leaving_no_trace(trainer: pl.Trainer) -> Iterator[None]:
     before = {name: getattr(fit_loop, name) for name in _LOADER_ATTRIBUTES}
     random_state = _collect_rng_states()
     try:
-        with preserved_generators(owners):
+        with preserved_data_state(owners):
             yield
     finally:
         if fit_loop._data_fetcher is not None:
@@ -78,7 +79,12 @@ def training_sample(trainer: pl.Trainer) -> tuple[Any, ...] | None:
 
 
 def search_plan(
-    session: PipelineSession, args: tuple[Any, ...], topology: ClusterTopology, devices: ClusterTopology
+    session: PipelineSession,
+    args: tuple[Any, ...],
+    topology: ClusterTopology,
+    devices: ClusterTopology,
+    *,
+    possible_replicas: tuple[int, ...] | None = None,
 ) -> tuple[PipelinePlan | None, str]:
     """Searches a plan for a fit. Collective over all ranks; the module stays as it is.
 
@@ -89,6 +95,7 @@ def search_plan(
         args: What ``training_step`` is called with, with a whole batch of one replica.
         topology: What is planned for.
         devices: What there is, which the plan is to be checked against when it is used again.
+        possible_replicas: Numbers of replicas that the data can be shared by; None: any.
 
     Returns:
         The plan; or None and why: the step cannot be traced, its layers cannot be measured, or nothing seems to fit
@@ -123,9 +130,9 @@ def search_plan(
         text = ""
         if communicator.global_rank == 0:
             try:
-                text = _search(session, traced, topology, devices).to_json()
-            except ConfigurationError as error:
-                problem = str(error)
+                text = _search(session, traced, topology, devices, possible_replicas).to_json()
+            except Exception as error:  # the others wait for an answer; what cannot be run is refused later, by all
+                problem = str(error) if isinstance(error, ConfigurationError) else _why_not(error)
         text, problem = communicator.broadcast_in_world((text, problem))
     plan = PipelinePlan.from_json(text) if text else None
     is_chosen = session.options.num_microbatches == "auto" and session.options.deferred_batch_norm is not True
@@ -158,16 +165,26 @@ def _trace(session: PipelineSession, args: tuple[Any, ...]) -> _TracedBatch:
 
 
 def _search(
-    session: PipelineSession, traced: _TracedBatch, topology: ClusterTopology, devices: ClusterTopology
+    session: PipelineSession,
+    traced: _TracedBatch,
+    topology: ClusterTopology,
+    devices: ClusterTopology,
+    possible_replicas: tuple[int, ...] | None,
 ) -> PipelinePlan:
     pipeline, options = session.pipeline, session.options
     assert session.current_profile is not None
+    num_layers = session.current_profile.num_layers
+    if isinstance(options.partition, Partition) and options.partition.num_layers != num_layers:
+        raise ConfigurationError(
+            f"partition is one of {options.partition.num_layers} layers, but the module has {num_layers}"
+        )
     space = SearchSpace(
         cost=CostModel(session.current_profile),
         network=LinkNetwork(topology),
         batch_size=float(traced.batch_size),
         num_stages=options.num_stages,
         num_replicas=options.num_replicas,
+        possible_replicas=possible_replicas,
         num_microbatches="auto" if options.num_microbatches == "auto" else traced.num_microbatches,
         schedule=options.schedule_name,
         partition=options.partition if isinstance(options.partition, str) else "auto",

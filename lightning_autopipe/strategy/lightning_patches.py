@@ -23,7 +23,7 @@ class LightningPatches:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._communicator = communicator
-        self._used_distributed_sampler = trainer._accelerator_connector.use_distributed_sampler
+        self.used_distributed_sampler = trainer._accelerator_connector.use_distributed_sampler
 
     def install(self) -> None:
         """Sets the attributes; `remove` takes them back."""
@@ -43,7 +43,7 @@ class LightningPatches:
     def remove(self) -> None:
         """Undoes `install`."""
         self._trainer._logger_connector.__dict__.pop("epoch_end_reached", None)
-        self._trainer._accelerator_connector.use_distributed_sampler = self._used_distributed_sampler
+        self._trainer._accelerator_connector.use_distributed_sampler = self.used_distributed_sampler
         self._module.__dict__.pop("_on_before_batch_transfer", None)
 
     def _compute_metrics(self) -> None:

@@ -184,6 +184,8 @@ class StrategyOptions:
             decided.append("partition")
         if self.cut_after is not None:
             decided.append("cut_after")
+        if self.cluster not in (None, "auto"):
+            decided.append("cluster")
         if decided:
             raise ConfigurationError(
                 f"a plan decides {', '.join(decided)} itself; set either plan or {' and '.join(decided)}, not both"
@@ -194,6 +196,10 @@ class StrategyOptions:
             raise ConfigurationError(
                 'cluster must be a ClusterTopology, a file\'s path, the name of an example, "auto", "measure" or None; '
                 f"got {self.cluster!r}"
+            )
+        if self.cluster not in (None, "auto") and self.profile == "flops":
+            raise ConfigurationError(
+                "planning for cluster= needs measured seconds, but profile='flops' counts operations; leave one unset"
             )
 
     @property

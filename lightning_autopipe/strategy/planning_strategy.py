@@ -23,6 +23,7 @@ from lightning_autopipe.strategy.loader import PipelineLoader
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.planning import in_training_mode
 from lightning_autopipe.strategy.process_strategy import ProcessStrategy
+from lightning_autopipe.strategy.replica_limit import shareable_counts
 from lightning_autopipe.strategy.session import PipelineSession
 
 
@@ -117,12 +118,17 @@ class PlanningStrategy(ProcessStrategy):
         patches = LightningPatches(trainer, communicator)
         patches.install()
         try:
-            with leaving_no_trace(trainer), in_training_mode(trainer):
+            with self.naming_first_error(), leaving_no_trace(trainer), in_training_mode(trainer):
                 args = training_sample(trainer)
                 if args is None:
                     return None, "the training data cannot be read ahead: they are a stream, or there are none"
+                counts = None
+                if self.options.num_stages == "auto" and self.options.num_replicas == "auto":
+                    loaders = trainer.fit_loop._combined_loader
+                    assert loaders is not None
+                    counts = shareable_counts(trainer, loaders, may_inject=patches.used_distributed_sampler)
                 with self.precision_plugin.train_step_context():
-                    plan, problem = search_plan(self._session, args, topology, devices)
+                    plan, problem = search_plan(self._session, args, topology, devices, possible_replicas=counts)
                 self._found_profile = None if plan is None else self._session.current_profile
                 return plan, problem
         finally:

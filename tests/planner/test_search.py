@@ -122,6 +122,12 @@ def test_given_numbers_are_kept() -> None:
     assert (layout(cuts), cuts.partition.cut_points) == ((2, 2), (1,))
 
 
+def test_replicas_are_as_many_as_the_data_can_be_shared_by() -> None:
+    assert layout(search(space(a_profile(fixed=1.0), possible_replicas=(1, 2))).best) == (2, 2)
+    with pytest.raises(ConfigurationError, match=r"num_stages=1 .*the data can be shared by 1, 2\)"):
+        space(a_profile(), num_stages=1, possible_replicas=(1, 2))
+
+
 def test_more_micro_batches_as_long_as_small_ones_do_not_cost_more() -> None:
     linear = search(space(a_profile(), num_stages=4)).best
     assert linear.num_microbatches == 8

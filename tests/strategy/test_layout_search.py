@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_autopipe import ConfigurationError, PlanError
 from lightning_autopipe.core import ClusterTopology, Device, DeviceMapping, Link, PipelinePlan, ScheduleSpec
@@ -76,6 +76,30 @@ class DrawingModule(MlpModule):
     def configure_optimizers(self) -> Any:
         self.num_train_dataloaders = self.trainer.estimated_stepping_batches
         return super().configure_optimizers()
+
+
+class CountedOrder(Sampler[int]):
+    """Another order in every epoch, by what it has counted itself."""
+
+    num_epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_epochs += 1
+        return iter(torch.randperm(9, generator=torch.Generator().manual_seed(self.num_epochs)).tolist())
+
+    def __len__(self) -> int:
+        return 9
+
+
+class OneBatchModule(MlpModule):
+    """Two replicas would have no whole batch each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = CountedOrder()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(regression_data(9), batch_size=8, sampler=self.order, drop_last=True)
 
 
 class LateModule(MlpModule):
@@ -179,6 +203,7 @@ def on_two_ranks() -> dict[str, tuple[Report, PipelinePlan, list[str]]]:
     results["all open"] = searched(drawing)
     _, plan, _ = results["all open"]
     results["as found"] = searched(drawing, plan=plan)
+    results["one batch"] = searched(fit_of(OneBatchModule, data=no_data))
     results["late"] = searched(fit_of(LateModule))
     results["stream"] = searched(STREAM_FIT)
     return results
@@ -199,6 +224,14 @@ def test_a_search_leaves_no_trace(two_ranks: list[Mapping[str, Any]]) -> None:
     assert layout.world_size == 2
     # Two batches of 8 for one replica, one for each of two.
     assert len(two_ranks[0]["all open"][0].gradients) == 2 * 2 // layout.num_replicas
+
+
+def test_replicas_without_a_batch_are_not_planned_and_samplers_count_on(two_ranks: list[Mapping[str, Any]]) -> None:
+    assert_same_result(
+        fit_plain(fit_of(OneBatchModule, data=no_data)), [results["one batch"][0] for results in two_ranks]
+    )
+    assert two_ranks[0]["one batch"][1].num_stages == 2
+    assert not [message for message in two_ranks[0]["one batch"][2] if "could not be searched" in message]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Random generators that data loaders, samplers and datasets have of their own."""
+"""What data loaders, samplers and datasets have of their own: random generators, counters, lists."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _MAX_ITEMS = 64
 
 
 @contextlib.contextmanager
-def preserved_generators(owners: Sequence[Any]) -> Iterator[None]:
-    """What is drawn inside from generators of these loaders, their samplers and datasets is drawn again afterwards."""
+def preserved_data_state(owners: Sequence[Any]) -> Iterator[None]:
+    """What these loaders, their samplers and datasets draw, count or note inside is as before afterwards.
+
+    Put back are generators, attributes, and the members of short lists and mappings; not what tensors and arrays hold.
+    """
     undo = [restore for owner in owners for restore in _states(owner, set())]
     try:
         yield
@@ -46,14 +49,31 @@ def _states(value: Any, seen: set[int]) -> Iterator[Callable[[], Any]]:
         python_state = value.getstate()
         yield lambda: value.setstate(python_state)
     elif isinstance(value, (list, tuple)) and len(value) <= _MAX_ITEMS:
-        for item in value:
+        items = list(value)
+        for item in items:
             yield from _states(item, seen)
+        if isinstance(value, list):
+            yield lambda: value.__setitem__(slice(None), items)
     elif isinstance(value, Mapping) and len(value) <= _MAX_ITEMS:
-        for item in value.values():
+        entries = dict(value)
+        for item in entries.values():
             yield from _states(item, seen)
+        if type(value) is dict:
+            yield lambda: _put_back(value, entries)
     elif _has_parts(value):
-        for item in list(vars(value).values()):
+        attributes = dict(vars(value))
+        for item in attributes.values():
             yield from _states(item, seen)
+        # Not by setattr: loaders refuse some.
+        yield lambda: _put_back(vars(value), attributes)
+
+
+def _put_back(entries: dict[Any, Any], before: dict[Any, Any]) -> None:
+    for name in entries.keys() - before.keys():
+        del entries[name]
+    for name, value in before.items():
+        if name not in entries or entries[name] is not value:
+            entries[name] = value
 
 
 def _has_parts(value: Any) -> bool:
