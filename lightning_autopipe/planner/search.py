@@ -174,14 +174,16 @@ class _Search:
         """The best few, searched again with all effort; the coarse one stays where it was better."""
         finalists = []
         for coarse, entry in found[:_NUM_FINALISTS]:
+            best = coarse
             try:
                 mapped = self._mapped(entry.setting, 1.0)
-                candidate = self._scheduled(
-                    entry, mapped.mapping, mapped.setting, 1.0, rank_0_costs=mapped.rank_0_costs
-                )
+                # What the place of rank 0 costs is about the same for a mapping that was found sooner.
+                best = replace(coarse, rank_0_costs=mapped.rank_0_costs)
+                candidate = self._scheduled(entry, mapped.mapping, mapped.setting, 1.0, mapped.rank_0_costs)
+                best = max(candidate, best, key=lambda one: one.samples_per_s)
             except ConfigurationError:  # the coarse one fits, with other depths
-                candidate = coarse
-            finalists.append((max(candidate, coarse, key=lambda one: one.samples_per_s), entry))
+                pass
+            finalists.append((best, entry))
         return finalists
 
     def _mapped(self, setting: MappingSetting, share: float) -> MappingChoice:
