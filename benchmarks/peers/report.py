@@ -89,7 +89,8 @@ devices are chosen. *Balance* is the time that the busiest device computes by th
 busiest minus that of the idlest by the mean; ours is uneven where 1F1B hides it.""",
     "b": """\
 PipeDream, Piper and DAPPLE choose the number of stages and the devices of each, down to one stage on all devices; so
-does ours. Micro-batches are dealt to the devices of a stage.""",
+does ours. Micro-batches are dealt to the devices of a stage. PipeDream's and Piper's plans may leave devices idle,
+which on slow links can be right; ours uses all.""",
     "c": f"""\
 A ratio is our step with more to choose from by our best plain pipeline (at least two stages, equal counts, plain
 depths): below 1 is gained. *Any counts* is ours of (b), one stage on all devices included. *Sizes, slices* assumes that

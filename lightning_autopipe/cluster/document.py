@@ -167,11 +167,25 @@ class _StrictLoader(_SafeLoader):  # type: ignore[misc]
         return mapping
 
 
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
+class _StrictDumper(_SafeDumper):  # type: ignore[misc]
+    """Writes texts so that the loader reads them as texts: 1e9 in quotes."""
+
+
+for _of in (_StrictLoader, _StrictDumper):
+    _of.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )
+
+
+def write_yaml(value: Any) -> str:
+    """YAML that `read_text` reads as the same value."""
+    text: str = yaml.dump(value, Dumper=_StrictDumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -31,15 +31,12 @@ import json
 import os
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from lightning_autopipe.cluster.document import Entry, read_file, read_text
+from lightning_autopipe.cluster.document import Entry, read_file, read_text, write_yaml
 from lightning_autopipe.cluster.reachability import check_reachable
 from lightning_autopipe.cluster.servers import read_servers
 from lightning_autopipe.core.cluster import DUPLEX_MODES, SHARING_MODES, ClusterTopology, Device, Link
-from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.files import write_whole
 
 SCHEMA_VERSION = 1
 _DEVICE_FIELDS = tuple(field.name for field in fields(Device))
@@ -77,16 +74,8 @@ def save_topology(topology: ClusterTopology, path: str | os.PathLike[str]) -> No
     if path.suffix.lower() == ".json":
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     else:
-        dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-        text = yaml.dump(document, Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
-    # Beside the file and then into its place, so that no reader ever sees half of it.
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigurationError(f"{path}: cannot be written: {error.strerror or error}") from error
+        text = write_yaml(document)
+    write_whole(path, text)
 
 
 def _topology(document: Entry) -> ClusterTopology:

@@ -176,6 +176,8 @@ class DeviceTimes:
     """Seconds of each layer's optimizer step; empty where it was not measured."""
     dtype: str = ""
     """In which numbers it computed; empty where unknown."""
+    overhead_s: float = 0.0
+    """What each forward and each backward of a stage takes besides its layers: the runtime's own work."""
 
     def __post_init__(self) -> None:
         check_text("DeviceTimes", "device_model", self.device_model, error=PlanError)
@@ -183,6 +185,7 @@ class DeviceTimes:
         if not isinstance(self.dtype, str):
             raise PlanError(f"{owner}: dtype must be a string, got {self.dtype!r}")
         check_number(owner, "microbatch_size", self.microbatch_size, error=PlanError, exclusive=True)
+        check_number(owner, "overhead_s", self.overhead_s, error=PlanError)
         for name in ("forward_s", "backward_s", "backward_weight_s", "optimizer_s"):
             times = getattr(self, name)
             if not isinstance(times, tuple):

@@ -109,8 +109,8 @@ def _with_halves(
     device = setting.devices[replica_index][stage_index] if setting.devices else None
     half = (cost.microbatch_size if setting.microbatch_size is None else setting.microbatch_size) / 2
     unit = UnitWork(
-        forward_s=cost.work_s(Work.FORWARD, layers, device=device, microbatch_size=half),
-        backward_s=cost.work_s(Work.BACKWARD, layers, device=device, microbatch_size=half),
+        forward_s=cost.action_s(Work.FORWARD, layers, device=device, microbatch_size=half),
+        backward_s=cost.action_s(Work.BACKWARD, layers, device=device, microbatch_size=half),
         sent_bytes=cost.sent_bytes(layers.stop, microbatch_size=half),
         gradient_bytes=cost.gradient_bytes(layers.start, microbatch_size=half),
     )

@@ -95,6 +95,13 @@ class CostModel:
         prefix = self.prefix_s(work, device=device, microbatch_size=microbatch_size)
         return prefix[layers.stop] - prefix[layers.start]
 
+    def action_s(
+        self, work: Work, layers: range, *, device: Device | None = None, microbatch_size: float | None = None
+    ) -> float:
+        """Seconds of a stage's forward or backward: its layers, and what it takes besides them; see `work_s`."""
+        overhead_s = self.overhead_s(device=device, microbatch_size=microbatch_size)
+        return overhead_s + self.work_s(work, layers, device=device, microbatch_size=microbatch_size)
+
     def prefix_s(
         self, work: Work, *, device: Device | None = None, microbatch_size: float | None = None
     ) -> tuple[float, ...]:
@@ -122,6 +129,12 @@ class CostModel:
             else:
                 model = known
         return work, model, speed, self.microbatch_size if size is None else size
+
+    def overhead_s(self, *, device: Device | None = None, microbatch_size: float | None = None) -> float:
+        """What each forward and each backward of a stage takes besides its layers."""
+        _, model, speed, size = self._key(Work.FORWARD, device, microbatch_size)
+        nearest = min(self._tables[model], key=lambda table: abs(table.microbatch_size - size))
+        return nearest.overhead_s / speed
 
     def sent_bytes(self, cut: int, *, microbatch_size: float | None = None) -> int:
         """Bytes of the values that cross the cut before layer ``cut``, for one micro-batch; 0 at both ends."""

@@ -48,6 +48,8 @@ _FEW_LAYERS = 100
 """Up to so many, partitions of all placements that are compared are searched from all starts, which is quick then."""
 _LONGER = 4
 """And the launcher's order with so many times more effort."""
+_ACTIONS_LIKE_PARTITION = 50
+"""All partitions are looked at where effort is left for so many actions each."""
 _NUM_ROUNDS = 3
 """Of partition and exchanges in turn."""
 MAX_SIMULATED = 3_000_000
@@ -147,7 +149,7 @@ class _Chooser:
         effort = self._partition_effort * (_LONGER if is_small else 1)
         best = self._partitioned(launcher, effort, best.step_s) or best
         last = replace(launcher, grid=best.grid, cuts=best.cuts, shares=best.shares)
-        return self._partitioned(last, self._partition_effort // 2, best.step_s, has_starts=False) or best
+        return self._partitioned(last, effort // 2, best.step_s, has_starts=False) or best
 
     @property
     def _num_actions(self) -> int:
@@ -254,8 +256,12 @@ class _Chooser:
         setting = self._setting
         objective = Objective(setting.pipelines(candidate.grid, candidate.shares))
         partitions = PartitionSearch(objective, setting.depths, effort=effort)
-        starts = partitions.starts() if has_starts else []
-        partitions.look_around([candidate.cuts, *starts], around_masters=has_starts)
+        num_partitions = math.comb(setting.cost.num_layers - 1, setting.num_stages - 1)
+        if num_partitions <= effort // _ACTIONS_LIKE_PARTITION and setting.cuts is None:
+            partitions.look_at_all()
+        else:
+            starts = partitions.starts() if has_starts else []
+            partitions.look_around([candidate.cuts, *starts], around_masters=has_starts)
         if partitions.overflow_bytes or partitions.step_s * _SAME >= below_s:
             return None
         is_simulated = self._is_simulated or not objective.shares_links

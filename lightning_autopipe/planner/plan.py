@@ -189,6 +189,7 @@ def _times_at(cost: CostModel, best: Candidate, topology: ClusterTopology) -> tu
             backward_s=_seconds_by_layer(cost, Work.BACKWARD, size, model),
             backward_weight_s=_seconds_by_layer(cost, Work.WEIGHT_GRADIENT, size, model),
             optimizer_s=_seconds_by_layer(cost, Work.OPTIMIZER, size, model),
+            overhead_s=cost.overhead_s(device=_device_of(model), microbatch_size=size),
         )
         for position, model in enumerate(known)
         if position == 0 or any(is_same_model(name, model) or is_same_model(model, name) for name in used)
@@ -197,8 +198,11 @@ def _times_at(cost: CostModel, best: Candidate, topology: ClusterTopology) -> tu
 
 
 def _seconds_by_layer(cost: CostModel, work: Work, size: float, model: str | None = None) -> tuple[float, ...]:
-    device = None if model is None else Device(global_rank=0, server="any", model=model, memory_bytes=1)
-    return cost.layers_s(work, device=device, microbatch_size=size)
+    return cost.layers_s(work, device=None if model is None else _device_of(model), microbatch_size=size)
+
+
+def _device_of(model: str) -> Device:
+    return Device(global_rank=0, server="any", model=model, memory_bytes=1)
 
 
 def _partition_by_rule(

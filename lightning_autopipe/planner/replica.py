@@ -44,6 +44,7 @@ class ReplicaPrices:
             return [cost.prefix_s(work, device=device, microbatch_size=microbatch_size) for device in devices]
 
         self._forward, self._backward, self._optimizer = map(prefixes, (Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER))
+        self._overhead_s = [cost.overhead_s(device=device, microbatch_size=microbatch_size) for device in devices]
         self.has_optimizer = any(prefix[-1] > 0 for prefix in self._optimizer)
         cuts = range(cost.num_layers + 1)
         sent = tuple(cost.sent_bytes(cut, microbatch_size=microbatch_size) for cut in cuts)
@@ -56,8 +57,10 @@ class ReplicaPrices:
         """Seconds of forward and backward of one micro-batch on each stage."""
         edges = (0, *cuts, self._num_layers)
         return [
-            (forward[stop] - forward[start], backward[stop] - backward[start])
-            for forward, backward, (start, stop) in zip(self._forward, self._backward, pairwise(edges), strict=True)
+            (overhead_s + forward[stop] - forward[start], overhead_s + backward[stop] - backward[start])
+            for forward, backward, overhead_s, (start, stop) in zip(
+                self._forward, self._backward, self._overhead_s, pairwise(edges), strict=True
+            )
         ]
 
     def optimizer_s(self, cuts: Cuts) -> list[float]:

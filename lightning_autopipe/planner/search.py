@@ -80,7 +80,7 @@ class _Entry:
 
 class _Search:
     def __init__(self, space: SearchSpace) -> None:
-        self._space = space
+        self._space, self._network = space, space.planned_network()
         self._grids: dict[tuple[int, int], DeviceMapping] = {}
         self._failure: ConfigurationError | None = None
 
@@ -102,7 +102,7 @@ class _Search:
         candidates = [candidate for candidate, _ in found]
         preferred = [_with_fewest_microbatches(found)[0]] if found else []
         if not self._space.equal_counts:
-            unlike = unlike_count_candidates(self._space)
+            unlike = unlike_count_candidates(self._space, self._network)
             candidates, preferred = [*candidates, *unlike], [*preferred, *unlike]
         if not preferred:
             raise self._failure or self._no_size()
@@ -127,7 +127,7 @@ class _Search:
             for number in counts:
                 setting = MappingSetting(
                     cost=space.cost,
-                    network=space.network,
+                    network=self._network,
                     num_stages=num_stages,
                     num_replicas=num_replicas,
                     num_microbatches=number * num_replicas,
@@ -174,14 +174,16 @@ class _Search:
         """The best few, searched again with all effort; the coarse one stays where it was better."""
         finalists = []
         for coarse, entry in found[:_NUM_FINALISTS]:
+            best = coarse
             try:
                 mapped = self._mapped(entry.setting, 1.0)
-                candidate = self._scheduled(
-                    entry, mapped.mapping, mapped.setting, 1.0, rank_0_costs=mapped.rank_0_costs
-                )
+                # What the place of rank 0 costs is about the same for a mapping that was found sooner.
+                best = replace(coarse, rank_0_costs=mapped.rank_0_costs)
+                candidate = self._scheduled(entry, mapped.mapping, mapped.setting, 1.0, mapped.rank_0_costs)
+                best = max(candidate, best, key=lambda one: one.samples_per_s)
             except ConfigurationError:  # the coarse one fits, with other depths
-                candidate = coarse
-            finalists.append((max(candidate, coarse, key=lambda one: one.samples_per_s), entry))
+                pass
+            finalists.append((best, entry))
         return finalists
 
     def _mapped(self, setting: MappingSetting, share: float) -> MappingChoice:

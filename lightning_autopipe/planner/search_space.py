@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lightning_autopipe.core.cluster import ClusterTopology, Device
@@ -52,6 +52,8 @@ class SearchSpace:
     """Whether replicas take equal numbers of micro-batches, which the runtime needs."""
     equal_counts: bool = True
     """Whether all stages have equally many replicas, which the runtime needs; else all share one batch of the step."""
+    memory_share: float = 0.9
+    """Of each device's memory, what plans may fill: the rest is for the device's context and for fragmentation."""
     exchange_s: float = 0.0
     optimizer_state_ratio: float = 2.0
 
@@ -66,6 +68,8 @@ class SearchSpace:
             raise ConfigurationError(
                 "stages with unlike numbers of replicas share one batch: give that of the step, not that of a replica"
             )
+        if not 0 < self.memory_share <= 1:
+            raise ConfigurationError(f"memory_share must be above 0 and at most 1, got {self.memory_share}")
         most = min(self.topology.world_size, self.cost.num_layers)
         is_unlike = not self.equal_counts and self.num_stages != "auto" and self.num_stages <= most
         if not self.layouts() and not is_unlike:
@@ -76,6 +80,14 @@ class SearchSpace:
                 f"{wanted} does not use the {self.topology.world_size} devices with at most one stage for each of the "
                 f"{self.cost.num_layers} layers; set numbers whose product is {self.topology.world_size}"
             )
+
+    def planned_network(self) -> LinkNetwork:
+        """The same devices and links, with the memory that plans may fill."""
+        devices = (
+            replace(device, memory_bytes=max(1, int(self.memory_share * device.memory_bytes)))
+            for device in self.topology.devices
+        )
+        return LinkNetwork(replace(self.topology, devices=tuple(devices)))
 
     def cuts_of(self, num_stages: int) -> Cuts | None:
         """The cuts that are given or that the rule says; None: they are searched."""

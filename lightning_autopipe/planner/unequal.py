@@ -69,10 +69,11 @@ def unequal_step_work(
         works.append([])
         for rank in ranks:
             device = network.topology.devices[rank] if network else None
-            forward_s, backward_s, optimizer_s = (
-                cost.work_s(work, layers, device=device, microbatch_size=microbatch_size)
-                for work in (Work.FORWARD, Work.BACKWARD, Work.OPTIMIZER)
+            forward_s, backward_s = (
+                cost.action_s(work, layers, device=device, microbatch_size=microbatch_size)
+                for work in (Work.FORWARD, Work.BACKWARD)
             )
+            optimizer_s = cost.work_s(Work.OPTIMIZER, layers, device=device, microbatch_size=microbatch_size)
             unit = UnitWork(
                 forward_s=forward_s,
                 backward_s=backward_s,

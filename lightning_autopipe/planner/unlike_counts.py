@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner.candidate import Candidate
+from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.microbatches import microbatch_counts
 from lightning_autopipe.planner.replica_counts import ReplicaCountChoice, choose_replica_counts
 from lightning_autopipe.planner.search_space import SearchSpace
@@ -13,7 +14,7 @@ from lightning_autopipe.planner.unequal import default_windows, unequal_step_wor
 from lightning_autopipe.schedules.one_f_one_b import NAME as ONE_F_ONE_B
 
 
-def unlike_count_candidates(space: SearchSpace) -> list[Candidate]:
+def unlike_count_candidates(space: SearchSpace, network: LinkNetwork) -> list[Candidate]:
     """The best choice with unlike numbers for each of some numbers of micro-batches; none where equal ones are as good.
 
     All ranks of a stage share one batch, so a step has one number of micro-batches. The schedule is 1F1B, whose depths
@@ -21,6 +22,7 @@ def unlike_count_candidates(space: SearchSpace) -> list[Candidate]:
 
     Args:
         space: of the search; its batch is that of a step.
+        network: its devices and links, with the memory that may be filled.
     """
     if space.cuts is not None or space.partition != "auto" or space.schedule not in ("auto", ONE_F_ONE_B):
         return []
@@ -38,7 +40,7 @@ def unlike_count_candidates(space: SearchSpace) -> list[Candidate]:
         try:
             choice = choose_replica_counts(
                 space.cost,
-                space.network,
+                network,
                 num_microbatches=number,
                 num_stages=space.num_stages,
                 equal=(),
@@ -49,11 +51,13 @@ def unlike_count_candidates(space: SearchSpace) -> list[Candidate]:
         except ConfigurationError:  # it does not fit the memory, with this number
             continue
         if len(set(choice.counts)) > 1:
-            found.append(_candidate(space, choice, number))
+            found.append(_candidate(space, network, choice, number))
     return found
 
 
-def _candidate(space: SearchSpace, choice: ReplicaCountChoice, num_microbatches: int) -> Candidate:
+def _candidate(
+    space: SearchSpace, network: LinkNetwork, choice: ReplicaCountChoice, num_microbatches: int
+) -> Candidate:
     plain_windows = default_windows(choice.counts)
     size = space.batch_size / num_microbatches
     plain_s = choice.step_s
@@ -62,7 +66,7 @@ def _candidate(space: SearchSpace, choice: ReplicaCountChoice, num_microbatches:
             space.cost,
             choice.partition,
             choice.mapping,
-            network=space.network,
+            network=network,
             num_microbatches=num_microbatches,
             microbatch_size=size,
             exchange_s=space.exchange_s,

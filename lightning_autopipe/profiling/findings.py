@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,8 @@ class LayerFindings:
     layers: Mapping[int, LayerMeasurement]
     values: tuple[CrossingValue, ...]
     """Of the whole step."""
+    overhead_s: float = 0.0
+    """What each forward and each backward of a stage takes besides its layers."""
     optimizer: Mapping[int, OptimizerCost] | None = None
     """By layer; None where no optimizer was tried."""
 
@@ -55,7 +58,8 @@ def join_findings(findings: Sequence[LayerFindings]) -> LayerFindings:
     costs: dict[int, OptimizerCost] | None = {}
     for of_member in findings:
         costs = None if costs is None or of_member.optimizer is None else {**costs, **of_member.optimizer}
-    return replace(first, layers=layers, optimizer=costs)
+    overhead_s = statistics.fmean(of_member.overhead_s for of_member in findings)
+    return replace(first, layers=layers, optimizer=costs, overhead_s=overhead_s)
 
 
 def crossing_values(

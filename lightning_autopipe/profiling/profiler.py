@@ -133,7 +133,14 @@ class LayerShare:
     def findings(self) -> LayerFindings:
         """What was found: medians of all rounds after the warm-up."""
         by_layer = {index: taken.measurement() for taken in self._times for index in taken.group.layers}
-        return LayerFindings(num_layers=self._num_layers, layers=by_layer, values=self._values)
+        around = [statistics.median(taken.around_s) for taken in self._times]
+        return LayerFindings(
+            num_layers=self._num_layers,
+            layers=by_layer,
+            values=self._values,
+            # A forward's, shared with the backward, which takes little of its own.
+            overhead_s=statistics.median(around) / 2 if around else 0.0,
+        )
 
     def clear_gradients(self) -> None:
         """Drop the gradients that the rounds have left."""
@@ -196,6 +203,8 @@ class _GroupTimes:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     input_s: list[float] = field(default_factory=list)
+    around_s: list[float] = field(default_factory=list)
+    """What forwards took besides the layer: reaching it through the step's own code, and leaving it."""
     round_s: float = 0.0
 
     def run(self) -> None:
@@ -213,7 +222,7 @@ class _GroupTimes:
 
     def forget(self) -> None:
         """Drop what was measured so far: it was to warm up."""
-        for seconds in (self.forward_s, self.backward_s, self.input_s):
+        for seconds in (self.forward_s, self.backward_s, self.input_s, self.around_s):
             seconds.clear()
 
     def measurement(self) -> LayerMeasurement:
@@ -242,8 +251,13 @@ class _GroupTimes:
         received = group.sample_received(self.device)
         gradients = group.sample_gradients(self.device)
         forward, backward = Stopwatch(self.device), Stopwatch(self.device)
-        output = group.runner.forward(group.runner.fresh_batch(), received, forward)
+        batch = group.runner.fresh_batch()
+        begin = Stopwatch.host_clock()
+        output = group.runner.forward(batch, received, forward)
+        forward_s = forward.elapsed_s()
+        # A device works on while the host goes through the step.
+        self.around_s.append(max(0.0, Stopwatch.host_clock() - begin - forward_s) if self.device.type == "cpu" else 0.0)
         inputs = [tensor for tensor in received if tensor.requires_grad] if only_inputs else None
         group.runner.backward(output, gradients, backward, inputs=inputs)
-        self.forward_s.append(forward.elapsed_s())
+        self.forward_s.append(forward_s)
         backward_s.append(backward.elapsed_s() if group.root_specs else 0.0)

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from lightning_autopipe.core.cluster import ClusterTopology
@@ -124,6 +127,7 @@ def search_plan(
                 num_microbatches=traced.num_microbatches,
                 may_fail=False,
                 sizes=None if session.options.num_microbatches == "auto" else (),
+                optimizers=_assumed_optimizers(session.module),
             )
         except ProfilingError as error:  # the first batch is planned by counted operations then
             return None, _why_not(error)
@@ -162,6 +166,12 @@ def _trace(session: PipelineSession, args: tuple[Any, ...]) -> _TracedBatch:
     number = min(wanted, max(1, batch_size // pipeline.min_samples))
     pipeline.split_into(TRAINING_STEP, args, {}, number)
     return _TracedBatch(profile=profile, batch_size=batch_size, num_microbatches=number)
+
+
+def _assumed_optimizers(module: nn.Module) -> list[Optimizer]:
+    """AdamW, in the place of the user's own optimizer: that is made for the layout that is found."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [torch.optim.AdamW(trainable)] if trainable else []
 
 
 def _search(

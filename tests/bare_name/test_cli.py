@@ -29,7 +29,8 @@ class Model(Regression):
 
 if __name__ == "__main__":
     trainer = LightningCLI(Model).trainer
-    print(f"ENDED {trainer.global_rank} {trainer.global_step} {trainer.strategy.layout.num_stages}", flush=True)  # one write
+    num_stages = trainer.strategy.layout.num_stages
+    print(f"ENDED {trainer.global_rank} {trainer.global_step} {num_stages}", flush=True)  # in one write
 """
 TRAINER = {
     "accelerator": "cpu",

@@ -7,6 +7,7 @@ import pytest
 from lightning_autopipe.core import (
     CrossingValue,
     Device,
+    DeviceMapping,
     DeviceTimes,
     LayerBytes,
     LayerMeasurement,
@@ -17,8 +18,10 @@ from lightning_autopipe.core import (
     SizedBytes,
     TiedParameter,
 )
-from lightning_autopipe.planner import CostModel, Work
+from lightning_autopipe.planner import CostModel, Work, simulate
 from lightning_autopipe.planner.memory import stage_memory
+from lightning_autopipe.planner.objective import Objective, PipelineSetting
+from lightning_autopipe.planner.unequal import unequal_step_work
 from tests.planner.steps import a_device
 
 
@@ -94,6 +97,22 @@ def test_times_go_by_device_and_size() -> None:
     assert cost.work_s(Work.FORWARD, both, device=_model("old Ti")) == 12  # another model
     assert (cost.sent_bytes(1), cost.gradient_bytes(1)) == (400, 200)
     assert (cost.sent_bytes(1, microbatch_size=1), cost.sent_bytes(0), cost.sent_bytes(2)) == (100, 0, 0)
+
+
+def test_an_action_takes_something_besides_its_layers() -> None:
+    """Once, however many layers a stage has; in the recurrence, the simulator, and both halves of a slice alike."""
+    times = DeviceTimes(
+        device_model="gpu", microbatch_size=4, forward_s=(1.0, 2.0), backward_s=(3.0, 4.0), overhead_s=0.5
+    )
+    cost = CostModel(ModelProfile(layers=(a_layer("a"), a_layer("b")), times=(times,)))
+    assert cost.action_s(Work.FORWARD, range(2)) == 3.5
+    assert cost.action_s(Work.FORWARD, range(1)) == 1.5
+    assert cost.overhead_s(device=_model("other", relative_speed=0.5)) == 1.0
+    objective = Objective(PipelineSetting(cost=cost, num_stages=2, num_microbatches=(1,)))
+    assert objective.step_s((1,), (0, 0)) == simulate(objective.step_work((1,), (0, 0))).step_s == 3 + 7 + 4 * 0.5
+    mapping = DeviceMapping(stage_ranks=((1,), (0,)))
+    partition = Partition(cut_points=(1,), num_layers=2)
+    assert simulate(unequal_step_work(cost, partition, mapping, num_microbatches=1)).step_s == 12
 
 
 def _model(model: str, relative_speed: float = 1.0) -> Device:

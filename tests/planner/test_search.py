@@ -107,8 +107,9 @@ def test_a_pipeline_where_gradients_are_large_and_links_slow() -> None:
 def test_memory_decides_too() -> None:
     """A device holds the activations of one sample in all layers, or of four in two of them."""
     topology = a_cluster("AAAA", memory_bytes=800)
-    found = search(space(a_profile(gradient_bytes=50, activation_bytes=10), topology, num_microbatches=8))
-    assert layout(found.best) == (2, 2)
+    profile = a_profile(gradient_bytes=50, activation_bytes=10)
+    assert layout(search(space(profile, topology, num_microbatches=8)).best) == (2, 2)
+    assert layout(search(space(profile, topology, num_microbatches=8, memory_share=0.45)).best) == (4, 1)
     with pytest.raises(ConfigurationError, match="fits the devices' memory"):
         search(space(a_profile(gradient_bytes=1000), topology))
 
@@ -191,6 +192,7 @@ def test_unlike_replicas_take_unlike_numbers_where_that_can_be_run() -> None:
         ({"num_stages": 2, "num_replicas": 4}, "product is 4"),
         ({"cuts": (1,), "num_stages": 4}, "1 cuts make 2 stages, but num_stages is 4"),
         ({"schedule": "zigzag"}, "schedule='zigzag' is not known"),
+        ({"memory_share": 0.0}, "memory_share must be above 0"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:

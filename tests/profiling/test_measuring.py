@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -115,6 +116,19 @@ def test_members_share_the_work_and_end_with_the_same(runs: dict[int, int]) -> N
     tried = [replace(found, optimizer=dict.fromkeys(found.layers, cost)) for found in shares]
     assert set(join_findings(tried).optimizer or ()) == set(indices)
     assert join_findings([*tried[:2], shares[2]]).optimizer is None  # it could not be tried everywhere
+
+
+def test_what_a_forward_takes_besides_its_layer_is_told() -> None:
+    """Python before the layer is not the layer's, but every stage takes it; the first layer begins with the step."""
+
+    class Slow(Stack):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            time.sleep(0.02)
+            return super().training_step(batch, batch_idx)
+
+    found = share(Slow(Scale(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)))
+    assert 0.01 <= found.overhead_s < 0.02
+    assert all(one.forward_s < 0.01 for one in found.measurements()[1:])
 
 
 def test_shares_of_unlike_steps_are_refused() -> None:

@@ -126,9 +126,7 @@ def test_without_it_the_loss_depends_on_the_number_of_microbatches() -> None:
 
 def test_an_evaluation() -> None:
     module, batch = TwoTowers().eval(), pairs(6)
-    pipeline = make_pipeline(
-        module, (batch, 0), num_stages=2, num_microbatches=3, schedule="gpipe", loss_over="batch"
-    )
+    pipeline = make_pipeline(module, (batch, 0), num_stages=2, num_microbatches=3, schedule="gpipe", loss_over="batch")
     with torch.no_grad():
         outcome = pipeline.run("validation_step", (batch, 0), {}, training=False, step=0)
         reference = module.validation_step(batch, 0)
@@ -201,9 +199,7 @@ def test_views_of_each_sample_in_one_pass(apart: bool, num_stages: int, num_samp
 
 def test_views_in_another_order_are_refused() -> None:
     with pytest.raises(CaptureError, match="2 rows for each sample, in an order that is neither"):
-        run_once(
-            Shuffled(apart=True), pairs(8), num_stages=2, num_microbatches=2, schedule="gpipe", loss_over="batch"
-        )
+        run_once(Shuffled(apart=True), pairs(8), num_stages=2, num_microbatches=2, schedule="gpipe", loss_over="batch")
 
 
 class Embeds(TwoTowers):
@@ -214,9 +210,7 @@ class Embeds(TwoTowers):
 
 def test_a_prediction_is_that_of_the_whole_batch() -> None:
     module, batch = Embeds().eval(), pairs(6)
-    pipeline = make_pipeline(
-        module, (batch, 0), num_stages=2, num_microbatches=3, schedule="gpipe", loss_over="batch"
-    )
+    pipeline = make_pipeline(module, (batch, 0), num_stages=2, num_microbatches=3, schedule="gpipe", loss_over="batch")
     with torch.no_grad():
         outcome = pipeline.run("predict_step", (batch, 0), {}, training=False, step=0)
         reference = module.predict_step(batch, 0)
