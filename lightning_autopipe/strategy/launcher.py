@@ -48,10 +48,22 @@ def forget_another_launch() -> None:
     if os.environ.get("MASTER_PORT") != port:  # nothing is left, or another launcher has spoken since
         return
     is_launching = pid == str(os.getpid())
-    is_launched = pid == str(os.getppid()) and os.environ.get("LOCAL_RANK") != "0"
+    # One whose launching process has ended meanwhile must not launch anew: each of them would, and theirs again.
+    is_of_launch = pid == str(os.getppid()) or not _is_running(int(pid))
+    is_launched = is_of_launch and os.environ.get("LOCAL_RANK") != "0"
     if not (is_launching or is_launched):
         for name in (*added, _STARTED_BY):
             os.environ.pop(name, None)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 class GivenRanksEnvironment(TorchElasticEnvironment):

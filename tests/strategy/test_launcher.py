@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
@@ -48,6 +50,21 @@ def test_a_launched_process_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launching = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: launching + 1)
     monkeypatch.setattr(os, "getppid", lambda: launching)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    left = told()
+    forget_another_launch()
+    assert told() == left
+
+
+def test_a_launched_process_whose_launching_one_has_ended_does_not_launch_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the others, in vain; launching, each orphan would start all processes again."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name, value in {
+        "LIGHTNING_AUTOPIPE_STARTED_BY": f"{ended.pid} 12345 LOCAL_RANK",
+        "MASTER_PORT": "12345",
+    }.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "1")
     left = told()
     forget_another_launch()

@@ -85,7 +85,9 @@ def test_auto_is_allowed_wherever_something_is_chosen(name: str) -> None:
         ({"cut_after": ["net.3"], "num_stages": 3}, "1 cuts, which make 2 stages, but num_stages is 3"),
         ({"cut_after": ["net.3"], "partition": [1]}, "cut_after and partition both say where the stages begin"),
         ({"plan": plan(), "cut_after": ["net.3"]}, "a plan decides cut_after itself"),
-        ({"cluster": "cluster.yaml"}, "cluster=.* is not supported yet"),
+        ({"plan": plan(), "cluster": "rtx4090_8"}, "a plan decides cluster itself"),
+        ({"cluster": "rtx4090_8", "profile": "flops"}, "cluster= needs measured seconds, but profile='flops'"),
+        ({"cluster": 3}, "cluster must be a ClusterTopology, a file's path, the name of an example"),
         ({"split_batch": ["x"]}, r"split_batch must map leaves of the batch .* got \['x'\]"),
         ({"split_batch": {"x": -1}}, "split_batch must map leaves"),
         ({"loss_over": "sample"}, "loss_over must be one of 'microbatch', 'batch', 'auto'; got 'sample'"),
@@ -118,7 +120,7 @@ def test_timeout_in_seconds() -> None:
 def test_a_plans_file_is_read_at_once(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan().save(path)
-    assert AutoPipeStrategy(plan=path)._plan == plan()
+    assert AutoPipeStrategy(plan=path).plan_to_run == plan()
     path.write_text("{}")
     with pytest.raises(PlanError, match=r"plan\.json"):
         AutoPipeStrategy(plan=str(path))
