@@ -101,7 +101,8 @@ class PlanningStrategy(ProcessStrategy):
         plan: PipelinePlan | None = None
         is_open = leaves_something_open(self.options, world_size=self.world_size, num_nodes=self.num_nodes)
         if is_open and self.trainer.state.fn == TrainerFn.FITTING:
-            plan, problem = self._search(module)
+            with self.naming_first_error():
+                plan, problem = self._search(module)
             if problem and self.is_global_zero:
                 rank_zero_warn(
                     f"layout and micro-batches could not be searched, defaults are taken: {problem.rstrip('.')}. "
@@ -118,7 +119,7 @@ class PlanningStrategy(ProcessStrategy):
         patches = LightningPatches(trainer, communicator)
         patches.install()
         try:
-            with self.naming_first_error(), leaving_no_trace(trainer), in_training_mode(trainer):
+            with leaving_no_trace(trainer), in_training_mode(trainer):
                 args = training_sample(trainer)
                 if args is None:
                     return None, "the training data cannot be read ahead: they are a stream, or there are none"
