@@ -127,7 +127,9 @@ def plan_pipeline(
     if step_name == "training_step" and communicator.global_rank == 0:
         _warn_of_unknown_weight(pipeline)
     layout = communicator.layout
-    wanted = options.num_microbatches if plan is None else plan.num_microbatches
+    wanted = (
+        plan.num_microbatches if options.num_microbatches == "auto" and plan is not None else options.num_microbatches
+    )
     if wanted != "auto" and wanted > batch_size and communicator.global_rank == 0:
         warnings.warn(
             f"num_microbatches={wanted} is more than the {batch_size} samples that a replica's first batch has: such a "
@@ -203,7 +205,8 @@ def first_training_arguments(trainer: pl.Trainer) -> tuple[Any, ...] | None:
     with _training_stage(trainer):
         fit_loop.setup_data()
         combined = fit_loop._combined_loader
-        if combined is None or fit_loop.max_batches == 0:
+        # One after the other is what Lightning refuses to train on, later.
+        if combined is None or fit_loop.max_batches == 0 or combined._mode == "sequential":
             return None
         for loader in combined.flattened:
             epoch: Any = fit_loop.epoch_progress.current
