@@ -104,4 +104,6 @@ def _apply_custom_function(cls: Any, *args: Any) -> Any:
     if mode is None or mode.is_paused:
         return original(*args)
 
-    return mode.operation(cls, args, {}, lambda *run_args: mode.unwatched(original, run_args, {}))
+    # Torch takes a mode off while it handles a function, and does not know that this is one: what the handling calls
+    # would be taken for operations of the step.
+    return mode.unwatched(mode.operation, (cls, args, {}, original), {})

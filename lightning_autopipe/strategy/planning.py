@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -177,9 +178,10 @@ def plan_pipeline(
     # Every rank has planned alike, or there is a reason to stop: ranks that cut at different places would hang.
     chosen = PipelinePlan.from_json(communicator.broadcast_in_world(plan.to_json()))
     if chosen != plan:
+        place = first_difference(json.loads(plan.to_json()), json.loads(chosen.to_json()))
         raise PlanError(
             f"global rank {communicator.global_rank} traced another step than global rank 0: the module, its arguments "
-            "or its flags differ between processes. Build the same module on every rank"
+            f"or its flags differ between processes ({place}). Build the same module on every rank"
         )
     pipeline.set_plan(plan)
     if step_name == "training_step" and options.verify is not False:
@@ -193,6 +195,17 @@ def plan_pipeline(
             in_any_case=options.verify is True,
         )
     return plan, profile
+
+
+def first_difference(own: Any, other: Any, place: str = "plan") -> str:
+    """Where two documents of JSON differ first, and the two values."""
+    if isinstance(own, dict) and isinstance(other, dict):
+        parts = [(f"{place}.{key}", own.get(key), other.get(key)) for key in own]
+    elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+        parts = [(f"{place}[{index}]", *pair) for index, pair in enumerate(zip(own, other, strict=True))]
+    else:
+        return f"{place}: {own!r} here, {other!r} there"
+    return next((first_difference(a, b, where) for where, a, b in parts if a != b), f"{place}: nothing")
 
 
 def first_training_arguments(trainer: pl.Trainer) -> tuple[Any, ...] | None:

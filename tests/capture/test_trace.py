@@ -15,8 +15,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopipe.capture.absent import is_absent
+from lightning_autopipe.capture.interception import OperationMode
 from lightning_autopipe.core.errors import CaptureError
-from tests.capture.models import WIDTH, Blocks, CustomFunctions, Getters, SharedParts, features, token_ids
+from tests.capture.models import (
+    WIDTH,
+    Blocks,
+    CustomFunctions,
+    Getters,
+    ScaledSquare,
+    SharedParts,
+    features,
+    token_ids,
+)
 from tests.capture.support import assert_same_at_every_cut, traced
 
 
@@ -264,3 +274,20 @@ def test_flags_of_parameters_are_set_on_every_stage(batch_idx: int) -> None:
         parameter.requires_grad_(True)
     traced(module, (features().double(), batch_idx))
     assert all(parameter.requires_grad for parameter in module.parameters()), "a trace changes nothing"
+
+
+def test_handling_a_custom_function_is_no_operation_of_the_step() -> None:
+    """What the mode itself calls meanwhile (sizes, strides) was once taken for more operations, on other twins."""
+    handled: list[object] = []
+
+    class Mode(OperationMode):
+        def operation(self, function: Any, args: Any, kwargs: Any, run: Any) -> Any:
+            handled.append(function)
+            args[0].stride(), args[0] * 2
+            return run(*args, **kwargs)
+
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with Mode():
+        squared, _ = ScaledSquare.apply(x, weight, 2)
+        squared.sum()
+    assert handled == [ScaledSquare, torch.Tensor.sum]
