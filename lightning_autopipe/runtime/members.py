@@ -26,6 +26,8 @@ class Member:
     """Of the default process group."""
     accelerator_id: str | None = None
     """Which accelerator, among those of all nodes; None on a CPU."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """What the user set, by name, as text: the same on all processes."""
     host: str = field(default_factory=socket.gethostname)
     process: str = field(default_factory=lambda: f"{os.getpid()}")
 
@@ -53,6 +55,13 @@ def check_members(members: Sequence[Member]) -> None:
                 "start all processes by one launcher. Lightning's own takes the same number of devices on every node; "
                 "torchrun starts unlike numbers"
             )
+    for member in members:
+        for name, value in first.settings.items():
+            if member.settings.get(name) != value:
+                raise ConfigurationError(
+                    f"{name} is {member.settings.get(name)} on {member}, but {value} on {first}: give the strategy the "
+                    "same options, and the same plan file, on all processes"
+                )
     by_node: dict[int, list[Member]] = {}
     for member in members:
         by_node.setdefault(member.node_rank, []).append(member)

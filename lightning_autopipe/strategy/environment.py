@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.options import StrategyOptions
 
+_LONGEST_TEXT = 100
 _cached: tuple[dist.ProcessGroup, dict[Any, Any]] | None = None
 """The default group, and what was made for it; another default group means that the processes met anew."""
 
@@ -36,6 +38,16 @@ def given_plan(options: StrategyOptions) -> PipelinePlan | None:
     if options.plan is None or isinstance(options.plan, PipelinePlan):
         return options.plan
     return PipelinePlan.load(options.plan)
+
+
+def settings_as_text(options: StrategyOptions, plan: PipelinePlan | None) -> dict[str, str]:
+    """What the user set, to be compared between processes; of a plan, and of what is long, its digest."""
+    texts = {field.name: repr(getattr(options, field.name)) for field in fields(options)}
+    texts["plan"] = "None" if plan is None else plan.to_json()
+    return {
+        name: text if len(text) <= _LONGEST_TEXT else f"one with digest {sha256(text.encode()).hexdigest()[:12]}"
+        for name, text in texts.items()
+    }
 
 
 def resolve_layout(options: StrategyOptions, plan: PipelinePlan | None, world_size: int) -> ParallelLayout:

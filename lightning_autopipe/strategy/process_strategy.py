@@ -33,6 +33,7 @@ from lightning_autopipe.strategy.environment import (
     join_processes,
     make_communicator,
     resolve_layout,
+    settings_as_text,
 )
 from lightning_autopipe.strategy.launcher import ScriptLauncher, forget_another_launch, with_given_ranks
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -221,6 +222,7 @@ class ProcessStrategy(ParallelStrategy):
             local_rank=self.local_rank,
             num_nodes=self.num_nodes,
             num_devices=len(self.parallel_devices),
+            settings=settings_as_text(self.options, self._given_plan),
             backend=backend or _get_default_process_group_backend_for_device(self.parallel_devices[0]),
         )
 

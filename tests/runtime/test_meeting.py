@@ -47,6 +47,9 @@ MISFITS = {
     r"node 0 the launcher started 2 processes, but the Trainer has 4 devices there: set devices=2": [
         member(global_rank, num_devices=4) for global_rank in range(2)
     ],
+    r"num_stages is 4 on global rank 1 .*, but 2 on global rank 0 .*: give .* same options": [
+        member(global_rank, settings={"num_stages": text}) for global_rank, text in enumerate(("2", "4"))
+    ],
     r"global rank 0 .* and global rank 1 .* one GPU \(GPU-1\).*process_group_backend='gloo'": ONE_GPU,
 }
 

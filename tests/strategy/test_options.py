@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import LayerProfile
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.strategy import AutoPipeStrategy
+from lightning_autopipe.strategy.environment import settings_as_text
 from lightning_autopipe.strategy.options import StrategyOptions
 
 
@@ -124,3 +125,13 @@ def test_a_plans_file_is_read_at_once(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(PlanError, match=r"plan\.json"):
         AutoPipeStrategy(plan=str(path))
+
+
+def test_settings_are_told_as_text_to_the_other_processes() -> None:
+    options = StrategyOptions(num_stages=2)
+    known = settings_as_text(options, None)
+    assert (known["num_stages"], known["plan"]) == ("2", "None")
+    assert known == settings_as_text(StrategyOptions(num_stages=2), None)
+    first, other = (settings_as_text(options, replace(plan(), num_microbatches=number))["plan"] for number in (3, 4))
+    assert first != other
+    assert len(first) < 100
