@@ -186,6 +186,7 @@ class Case:
         try:
             best = search(
                 SearchSpace(
+                    memory_share=1.0,  # as for all others
                     cost=CostModel(profile),
                     network=self.network,
                     batch_size=self.num_microbatches * size,
