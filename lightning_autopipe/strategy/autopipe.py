@@ -241,6 +241,7 @@ class AutoPipeStrategy(ModuleStrategy):
             _set_rng_states(self._random_state_after_peek.pop())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._resumed_random_state = None
         assert self._termination is not None
         try:
             self._termination.follow(self.any_rank)

@@ -44,7 +44,7 @@ class ModuleStrategy(PlanningStrategy):
         self._clipping: PipelineClipping | None = None
         self._is_accumulating = False
         self._resumed_random_state: Mapping[str, Any] | None = None
-        """Of the checkpoint, until the training data are first read."""
+        """Of the checkpoint, until the first batch is trained on."""
 
     # Beginning and end of a run -----------------------------------------------
 
@@ -174,12 +174,12 @@ class ModuleStrategy(PlanningStrategy):
     def resume_random_state(self) -> None:
         """Lets this process draw on as the run did that the checkpoint is of.
 
-        Called right before training data are first read: what Lightning and the user do until then (looking whether a
-        loader can be iterated, say) draws as well.
+        Called right before data are read, until the first batch is trained on: what Lightning and the user do until
+        then (looking whether a loader can be iterated; beginning the epoch that had ended when the checkpoint was
+        written) draws as well.
         """
         if self._resumed_random_state is not None:
             resume_generators(self._resumed_random_state, self.communicator)
-            self._resumed_random_state = None
 
     # Checkpoints --------------------------------------------------------------
 

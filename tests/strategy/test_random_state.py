@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -113,6 +114,34 @@ def test_resumed_on_any_number_of_stages(tmp_path: Path) -> None:
         for kind, ranks in fit_in_processes(resumed, num_stages=num_stages).items():
             assert_same_values(ranks, whole[kind][0])
     torch.load(paths["stream"], weights_only=True)
+
+
+class ValidatedData(Data):
+    def val_dataloader(self) -> Any:
+        return DataLoader(regression_data(8, seed=1), batch_size=4)
+
+
+def validated_after_seeding(seed: int, num_replicas: int) -> Data:
+    pl.seed_everything(seed)
+    return ValidatedData("own sampler", num_replicas)
+
+
+def test_resumed_from_the_end_of_a_validation(tmp_path: Path) -> None:
+    """Such a checkpoint is of an epoch that has ended and still is the current one: its data are begun once more."""
+
+    def validated(seed: int, max_epochs: int, **changes: Any) -> Fit:
+        options = {"max_epochs": max_epochs, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+        return Fit(
+            module_class=DropoutModule,
+            data=partial(validated_after_seeding, seed),
+            trainer_options=options,
+            callbacks=[partial(ModelCheckpoint, dirpath=tmp_path / f"{seed} {max_epochs}", save_last=True)],
+            **changes,
+        )
+
+    whole = fit_in_processes({"whole": validated(3, 2), "first": validated(3, 1)}, num_stages=2)["whole"]
+    resumed = {"resumed": validated(99, 2, ckpt_path=str(tmp_path / "3 1" / "last.ckpt"))}
+    assert_same_values(fit_in_processes(resumed, num_stages=2)["resumed"], whole[0])
 
 
 def test_each_replica_reads_on(tmp_path: Path) -> None:
