@@ -127,15 +127,15 @@ def validated_after_seeding(seed: int, num_replicas: int) -> Data:
 
 
 def test_resumed_from_the_end_of_a_validation(tmp_path: Path) -> None:
-    """Such a checkpoint is of an epoch that has ended and still is the current one: its data are begun once more."""
+    """A validation to begin with, and beginning the epoch that has ended once more, take no draws from the rest."""
 
     def validated(seed: int, max_epochs: int, **changes: Any) -> Fit:
-        options = {"max_epochs": max_epochs, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+        options = {"max_epochs": max_epochs, "enable_checkpointing": True, "num_sanity_val_steps": 1}
         return Fit(
             module_class=DropoutModule,
             data=partial(validated_after_seeding, seed),
             trainer_options=options,
-            callbacks=[partial(ModelCheckpoint, dirpath=tmp_path / f"{seed} {max_epochs}", save_last=True)],
+            callbacks=[partial(ModelCheckpoint, tmp_path / f"{seed} {max_epochs}", monitor="val_loss", save_last=True)],
             **changes,
         )
 
