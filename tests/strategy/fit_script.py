@@ -38,7 +38,7 @@ def main() -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(sys.argv[1]),
-        strategy=AutoPipeStrategy(num_replicas=1) if sys.argv[2] == "pipeline" else sys.argv[2],
+        strategy=AutoPipeStrategy(num_replicas=1, num_microbatches=1) if sys.argv[2] == "pipeline" else sys.argv[2],
         num_nodes=int(sys.argv[3]) if len(sys.argv) > 3 else 1,
         max_epochs=2,
         logger=False,
