@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from lightning_autopipe.core.errors import AutoPipeError, PlanError
+
+T = TypeVar("T")
 
 
 def dump(document: Mapping[str, Any]) -> str:
@@ -29,6 +33,23 @@ def load_object(text: str, *, what: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise PlanError(f"expected a JSON object with the {what}'s fields, got {type(document).__name__}")
     return document
+
+
+def read_file(path: str | os.PathLike[str], from_json: Callable[[str], T], *, what: str) -> T:
+    """What a file of one of our types holds.
+
+    Raises:
+        PlanError: it cannot be read, or holds nothing valid; the message names it.
+    """
+    where = f"the {what} file {os.fspath(path)!r}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{where} cannot be read: {error}") from error
+    try:
+        return from_json(text)
+    except PlanError as error:
+        raise PlanError(f"{where} is not valid: {error}") from error
 
 
 def check_version(document: Mapping[str, Any], expected: int, *, what: str) -> None:

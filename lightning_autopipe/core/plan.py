@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from lightning_autopipe.core import _json
 from lightning_autopipe.core._checks import check_int, check_number, check_text, check_tuple
 from lightning_autopipe.core._plan_json import plan_fields_from_json, plan_to_json
 from lightning_autopipe.core.cluster import Device, is_same_model
@@ -246,14 +246,7 @@ class PipelinePlan:
         Raises:
             PlanError: the file cannot be read or holds no valid plan; the message names it.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"the plan file {os.fspath(path)!r} cannot be read: {error}") from error
-        try:
-            return cls.from_json(text)
-        except PlanError as error:
-            raise PlanError(f"the plan file {os.fspath(path)!r} is not valid: {error}") from error
+        return _json.read_file(path, cls.from_json, what="plan")
 
 
 def _servers(devices: Sequence[Device]) -> list[list[int]]:

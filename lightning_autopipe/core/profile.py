@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
+from lightning_autopipe.core import _json
 from lightning_autopipe.core._checks import check_number, check_tuple
 from lightning_autopipe.core._profile_json import profile_fields_from_json, profile_to_json
 from lightning_autopipe.core.errors import PlanError
@@ -135,11 +135,4 @@ class ModelProfile:
         Raises:
             PlanError: the file cannot be read or holds no valid profile; the message names it.
         """
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"the profile file {os.fspath(path)!r} cannot be read: {error}") from error
-        try:
-            return cls.from_json(text)
-        except PlanError as error:
-            raise PlanError(f"the profile file {os.fspath(path)!r} is not valid: {error}") from error
+        return _json.read_file(path, cls.from_json, what="profile")

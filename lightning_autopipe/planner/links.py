@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from lightning_autopipe.core.cluster import ClusterTopology, rank_of_point, rank_point
+from lightning_autopipe.core.cluster import ClusterTopology, Device, rank_of_point, rank_point
 from lightning_autopipe.core.errors import ConfigurationError
 
 _TYPICAL_BYTES = 2**20
@@ -161,3 +161,12 @@ def max_min_rates(routes: Sequence[Sequence[int]], bandwidths: Sequence[float]) 
                     if not num_users[channel]:
                         del num_users[channel]
     return rates
+
+
+def alike_devices(num_devices: int, *, memory_bytes: int = 2**62) -> LinkNetwork:
+    """Devices like the profiled one, by default with all the memory needed, between which transfers take no time."""
+    devices = tuple(
+        Device(global_rank=rank, server="one server", model="the profiled device", memory_bytes=memory_bytes)
+        for rank in range(num_devices)
+    )
+    return LinkNetwork(ClusterTopology(devices=devices))

@@ -12,9 +12,8 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import DeviceTimes, ModelProfile
 from lightning_autopipe.planner.candidate import scheduled_work
 from lightning_autopipe.planner.cost import CostModel, Work
-from lightning_autopipe.planner.links import LinkNetwork
+from lightning_autopipe.planner.links import LinkNetwork, alike_devices
 from lightning_autopipe.planner.objective import PipelineSetting
-from lightning_autopipe.planner.search_space import alike_devices
 from lightning_autopipe.planner.unequal import unequal_step_work
 from lightning_autopipe.planner.workload import StepWork
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_autopipe.core.cluster import ClusterTopology, Device
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.mapping import DeviceMapping
 from lightning_autopipe.core.partition import Partition
@@ -47,15 +46,6 @@ class ReplicaCountChoice:
     def counts(self) -> Counts:
         """Ranks of each stage."""
         return tuple(len(ranks) for ranks in self.mapping.stage_ranks)
-
-
-def alike_devices(num_devices: int, *, memory_bytes: int = 1 << 60) -> LinkNetwork:
-    """Devices like the profiled one, between which whatever is sent is there at once."""
-    devices = (
-        Device(global_rank=rank, server="server", model="the profiled one", memory_bytes=memory_bytes)
-        for rank in range(num_devices)
-    )
-    return LinkNetwork(ClusterTopology(devices=tuple(devices)))
 
 
 def choose_replica_counts(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_autopipe.core.cluster import ClusterTopology, Device
+from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.planner.cost import CostModel
 from lightning_autopipe.planner.links import LinkNetwork
@@ -113,11 +113,3 @@ class SearchSpace:
             and self.num_replicas in ("auto", world_size // stages)
             and (self.possible_replicas is None or world_size // stages in self.possible_replicas)
         ]
-
-
-def alike_devices(num_devices: int, *, model: str = "the profiled device") -> LinkNetwork:
-    """Devices of one kind with all the memory that is needed, between which transfers take no time."""
-    devices = tuple(
-        Device(global_rank=rank, server="one server", model=model, memory_bytes=2**62) for rank in range(num_devices)
-    )
-    return LinkNetwork(ClusterTopology(devices=devices))

@@ -11,9 +11,9 @@ import pytest
 from lightning_autopipe.core import ConfigurationError, DeviceMapping, Partition
 from lightning_autopipe.planner import CostModel, simulate
 from lightning_autopipe.planner.count_table import CountTable
-from lightning_autopipe.planner.links import LinkNetwork
+from lightning_autopipe.planner.links import LinkNetwork, alike_devices
 from lightning_autopipe.planner.mapper import choose_mapping
-from lightning_autopipe.planner.replica_counts import alike_devices, choose_replica_counts
+from lightning_autopipe.planner.replica_counts import choose_replica_counts
 from lightning_autopipe.planner.unequal import unequal_step_work
 from tests.planner.mappings import SAME, a_cluster, a_mapping_setting, a_model
 from tests.planner.steps import a_profile
