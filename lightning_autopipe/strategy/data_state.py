@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +24,7 @@ def preserved_data_state(owners: Sequence[Any]) -> Iterator[None]:
 
     Put back are generators, attributes, and the members of short lists and mappings; not what tensors and arrays hold.
     """
-    undo = [restore for owner in owners for restore in _states(owner, set())]
+    undo = list(_states(owners))
     try:
         yield
     finally:
@@ -30,42 +32,43 @@ def preserved_data_state(owners: Sequence[Any]) -> Iterator[None]:
             restore()
 
 
-def _states(value: Any, seen: set[int]) -> Iterator[Callable[[], Any]]:
-    """For each generator in reach what puts its present state back."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
+def _states(owners: Sequence[Any]) -> Iterator[Callable[[], Any]]:
+    """For everything in reach what puts its present state back."""
+    waiting = deque(owners)
+    seen: set[int] = set()
+    while waiting:  # and not by recursion: chains of objects may be long
+        value = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        restore, parts = _state(value)
+        waiting.extend(parts)
+        if restore is not None:
+            yield restore
+
+
+def _state(value: Any) -> tuple[Callable[[], Any] | None, Iterable[Any]]:
+    """What puts one value's state back, if it has any, and its parts."""
     if isinstance(value, torch.Generator):
-        state = value.get_state()
-        yield lambda: value.set_state(state)
-    elif isinstance(value, np.random.Generator):
+        return partial(value.set_state, value.get_state()), ()
+    if isinstance(value, np.random.Generator):
         bits: Any = value.bit_generator
-        numpy_state = bits.state
-        yield lambda: setattr(bits, "state", numpy_state)
-    elif isinstance(value, np.random.RandomState):
-        legacy_state = value.get_state()
-        yield lambda: value.set_state(legacy_state)
-    elif isinstance(value, random.Random):
-        python_state = value.getstate()
-        yield lambda: value.setstate(python_state)
-    elif isinstance(value, (list, tuple)) and len(value) <= _MAX_ITEMS:
+        return partial(setattr, bits, "state", bits.state), ()
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state()), ()
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate()), ()
+    if isinstance(value, (list, tuple)) and len(value) <= _MAX_ITEMS:
         items = list(value)
-        for item in items:
-            yield from _states(item, seen)
-        if isinstance(value, list):
-            yield lambda: value.__setitem__(slice(None), items)
-    elif isinstance(value, Mapping) and len(value) <= _MAX_ITEMS:
+        return partial(value.__setitem__, slice(None), items) if isinstance(value, list) else None, items
+    if isinstance(value, Mapping) and len(value) <= _MAX_ITEMS:
         entries = dict(value)
-        for item in entries.values():
-            yield from _states(item, seen)
-        if type(value) is dict:
-            yield lambda: _put_back(value, entries)
-    elif _has_parts(value):
+        return partial(_put_back, value, entries) if type(value) is dict else None, entries.values()
+    if _has_parts(value):
         attributes = dict(vars(value))
-        for item in attributes.values():
-            yield from _states(item, seen)
         # Not by setattr: loaders refuse some.
-        yield lambda: _put_back(vars(value), attributes)
+        return partial(_put_back, vars(value), attributes), attributes.values()
+    return None, ()
 
 
 def _put_back(entries: dict[Any, Any], before: dict[Any, Any]) -> None:

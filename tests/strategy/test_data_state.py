@@ -65,3 +65,21 @@ def test_an_error_inside_leaves_the_state_too() -> None:
     except KeyError:
         pass
     assert sampler.epoch == 0
+
+
+class Link:
+    def __init__(self, following: object) -> None:
+        self.following = following
+
+
+def test_long_chains_of_objects_are_no_problem() -> None:
+    generator = torch.Generator().manual_seed(1)
+    chain: object = generator
+    for _ in range(5_000):
+        chain = Link(chain)
+    before = generator.get_state()
+    with preserved_data_state([chain]):
+        torch.rand(1, generator=generator)
+    assert torch.equal(generator.get_state(), before)
+    while isinstance(chain, Link):  # one by one: to free them all at once would recurse
+        chain = chain.following
