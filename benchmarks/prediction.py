@@ -122,7 +122,7 @@ def sleeping_rows(world_size: int) -> list[dict[str, Any]]:
     rows = []
     for title, step in zip(cases, measurements, strict=True):
         simulated_s = simulate(replace(step.priced, network=network)).step_s
-        actions = max(len(actions) for actions in step.priced.schedules[0].actions_by_stage)
+        actions = max(len(actions) for actions in step.priced.schedules[0].actions_by_rank)
         rows.append(
             {
                 "case": title,

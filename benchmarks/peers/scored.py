@@ -55,7 +55,7 @@ def score(planner: str, step: StepWork, topology: ClusterTopology, *, plan: str,
 
 def _busy_s(work: StageWork, step: StepWork, replica: int, index: int) -> float:
     seconds = 0.0
-    for action in step.schedules[replica].actions_by_stage[index]:
+    for action in step.schedules[replica].actions_by_rank[index]:
         unit = work.units[0] if action.slice_index is None else work.units[1]
         seconds += unit.forward_s if action.type.value == "F" else unit.backward_s
     return seconds

@@ -19,7 +19,7 @@ from lightning_autopipe.core.prediction import RunnerUp, StagePrediction, StepPr
 from lightning_autopipe.core.profile import DeviceTimes, LayerProfile, ModelProfile
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _ENOUGH = 0.95
 """Devices of one model differ a little in the memory that they tell."""
 

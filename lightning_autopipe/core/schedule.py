@@ -13,12 +13,18 @@ from lightning_autopipe.core.errors import PlanError
 class ActionType(Enum):
     """Kind of an action; the value is the letter that it is printed with.
 
-    FORWARD and BACKWARD are computation. The other four appear in the lowered form only and move values between a stage
-    and its neighbour: activations from stage s to s+1, gradients from stage s+1 to s.
+    The first four are computation: a forward, and its backward, whole or in two parts. The other four appear in the
+    lowered form only and move values between a stage and its neighbour: activations from stage s to s+1, gradients from
+    stage s+1 to s.
     """
 
     FORWARD = "F"
     BACKWARD = "B"
+    """The whole backward."""
+    BACKWARD_INPUT = "I"
+    """The part of the backward that the stage before waits for: gradients of what was received."""
+    BACKWARD_WEIGHT = "W"
+    """The rest of the backward: gradients of the parameters."""
     SEND_ACTIVATION = "SA"
     RECEIVE_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
@@ -26,8 +32,18 @@ class ActionType(Enum):
 
     @property
     def is_compute(self) -> bool:
-        """True for FORWARD and BACKWARD."""
-        return self in (ActionType.FORWARD, ActionType.BACKWARD)
+        """True for forwards and backwards, and for the parts of a backward."""
+        return not (self.is_send or self.is_receive)
+
+    @property
+    def needs_gradient(self) -> bool:
+        """True for what begins with the gradient of the stage's result, and gives that of what it received."""
+        return self in (ActionType.BACKWARD, ActionType.BACKWARD_INPUT)
+
+    @property
+    def ends_backward(self) -> bool:
+        """True for what leaves nothing of a micro-batch to do, or to keep, on its stage."""
+        return self in (ActionType.BACKWARD, ActionType.BACKWARD_WEIGHT)
 
     @property
     def is_send(self) -> bool:
@@ -52,7 +68,7 @@ _COUNTERPART = {
     ActionType.SEND_GRADIENT: ActionType.RECEIVE_GRADIENT,
     ActionType.RECEIVE_GRADIENT: ActionType.SEND_GRADIENT,
 }
-_PATTERN = re.compile(r"(\d+)(SA|RA|SG|RG|F|B)(\d+)(?:\.(\d+))?")
+_PATTERN = re.compile(r"(\d+)(SA|RA|SG|RG|F|B|I|W)(\d+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +113,11 @@ class Action:
         )
 
     @property
+    def unit(self) -> tuple[int, int | None]:
+        """What it is for: a micro-batch, and the slice of it or None for the whole."""
+        return self.microbatch_index, self.slice_index
+
+    @property
     def peer_stage_index(self) -> int:
         """The stage at the other end of a send or receive (-1 or the number of stages where there is none)."""
         return self.stage_index + _PEER_OFFSET[self.type]
@@ -114,31 +135,43 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """Lists of actions, one a stage, each carried out from left to right by the rank that runs the stage.
+    """Lists of actions, each carried out from left to right by one rank of a pipeline.
 
-    The lists may be wrong; `lightning_autopipe.schedules.validate` tells.
+    A rank runs one stage, or several: then stages go round the ranks, stage s to rank ``s % num_ranks``. The lists may
+    be wrong; `lightning_autopipe.schedules.validate` tells.
     """
 
     name: str
-    actions_by_stage: tuple[tuple[Action, ...], ...]
-    """``actions_by_stage[s]`` is what stage s does, in order."""
+    actions_by_rank: tuple[tuple[Action, ...], ...]
+    """``actions_by_rank[r]`` is what the pipeline's rank r does, in order; with one stage a rank that is stage r."""
     num_microbatches: int
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         check_text("Schedule", "name", self.name, error=PlanError)
         check_int("Schedule", "num_microbatches", self.num_microbatches, minimum=1, error=PlanError)
-        check_tuple("Schedule", "actions_by_stage", self.actions_by_stage, tuple, error=PlanError)
-        if not self.actions_by_stage:
-            raise PlanError("Schedule: actions_by_stage is empty; a schedule has at least one stage")
-        for stage_index, actions in enumerate(self.actions_by_stage):
-            check_tuple("Schedule", f"actions_by_stage[{stage_index}]", actions, Action, error=PlanError)
+        check_int("Schedule", "stages_per_rank", self.stages_per_rank, minimum=1, error=PlanError)
+        check_tuple("Schedule", "actions_by_rank", self.actions_by_rank, tuple, error=PlanError)
+        if not self.actions_by_rank:
+            raise PlanError("Schedule: actions_by_rank is empty; a schedule has at least one rank")
+        for index, actions in enumerate(self.actions_by_rank):
+            check_tuple("Schedule", f"actions_by_rank[{index}]", actions, Action, error=PlanError)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        return len(self.actions_by_rank)
 
     @property
     def num_stages(self) -> int:
         """Number of stages."""
-        return len(self.actions_by_stage)
+        return self.num_ranks * self.stages_per_rank
+
+    def pipeline_rank(self, stage_index: int) -> int:
+        """The rank, counted within the pipeline, that runs a stage."""
+        return stage_index % self.num_ranks
 
     @property
     def is_lowered(self) -> bool:
         """True where the lists also hold sends or receives."""
-        return any(not action.type.is_compute for actions in self.actions_by_stage for action in actions)
+        return any(not action.type.is_compute for actions in self.actions_by_rank for action in actions)

@@ -24,6 +24,8 @@ class ScheduleSpec:
     """Micro-batches at the begin that go through as two halves."""
     num_sliced_last: int = 0
     """Micro-batches at the end that do."""
+    stages_per_rank: int = 1
+    """Stages that each rank runs, going round the ranks."""
 
     def __post_init__(self) -> None:
         owner = "ScheduleSpec"
@@ -38,6 +40,7 @@ class ScheduleSpec:
                 )
         for name in ("num_sliced_first", "num_sliced_last"):
             check_int(owner, name, getattr(self, name), minimum=0, error=PlanError)
+        check_int(owner, "stages_per_rank", self.stages_per_rank, minimum=1, error=PlanError)
 
     @property
     def is_sliced(self) -> bool:
@@ -50,4 +53,6 @@ class ScheduleSpec:
             parts.append(f"warm-up {'-'.join(map(str, self.depths))}")
         if self.is_sliced:
             parts.append(f"{self.num_sliced_first} + {self.num_sliced_last} sliced")
+        if self.stages_per_rank > 1:
+            parts.append(f"{self.stages_per_rank} stages a rank")
         return ", ".join(parts)

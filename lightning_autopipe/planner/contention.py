@@ -126,7 +126,7 @@ def _stage_flows(step: StepWork, timeline: Timeline) -> Iterator[Flow]:
 
 def _owners(schedule: Schedule, lists: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
     """By micro-batch, the rank of a stage that has it."""
-    return {action.microbatch_index: ranks[index] for index in lists for action in schedule.actions_by_stage[index]}
+    return {action.microbatch_index: ranks[index] for index in lists for action in schedule.actions_by_rank[index]}
 
 
 def _flow(

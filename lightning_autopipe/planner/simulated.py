@@ -116,7 +116,7 @@ def make_nodes(step: StepWork) -> list[Node]:
             )
             for index, (work, stage_index) in enumerate(zip(works, stage_indices, strict=True))
         ]
-        for node, actions in zip(pipeline, schedule.actions_by_stage, strict=True):
+        for node, actions in zip(pipeline, schedule.actions_by_rank, strict=True):
             _read(node, actions, slices_by_code, most_slices)
         owners = [_owners([pipeline[index] for index in lists], len(slices_by_code)) for lists in lists_by_stage]
         for node, stage_index in zip(pipeline, stage_indices, strict=True):

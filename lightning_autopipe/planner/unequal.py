@@ -102,7 +102,7 @@ def unequal_step_work(
         schedules=(
             Schedule(
                 name="1f1b",
-                actions_by_stage=tuple(lists[stage][index] for stage, index in order),
+                actions_by_rank=tuple(lists[stage][index] for stage, index in order),
                 num_microbatches=num_microbatches,
             ),
         ),

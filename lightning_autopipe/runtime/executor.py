@@ -100,7 +100,7 @@ class StageExecutor:
             )
         # A lowered list has its sends right behind the computation that gives the value and its receives before the one
         # that takes it. That happens here anyway, only that receives are posted earlier and no send blocks.
-        actions = [action for action in schedule.actions_by_stage[self.stage_index] if action.type.is_compute]
+        actions = [action for action in schedule.actions_by_rank[self.stage_index] if action.type.is_compute]
         if any(action.slice_index is not None for action in actions):
             raise PlanError(f"schedule {schedule.name!r} has sliced micro-batches; the executor cannot run them yet")
         return actions
@@ -182,7 +182,7 @@ class StageExecutor:
 def _order(schedule: Schedule, stage_index: int, action_type: ActionType) -> tuple[int, ...]:
     if not 0 <= stage_index < schedule.num_stages:
         return ()
-    actions = schedule.actions_by_stage[stage_index]
+    actions = schedule.actions_by_rank[stage_index]
     return tuple(action.microbatch_index for action in actions if action.type is action_type)
 
 

@@ -67,7 +67,7 @@ def run_by_dependencies(schedule: Schedule) -> Progress:
     moved = True
     while moved:
         moved = False
-        for stage_index, actions in enumerate(schedule.actions_by_stage):
+        for stage_index, actions in enumerate(schedule.actions_by_rank):
             while len(slots[stage_index]) < len(actions):
                 action = actions[len(slots[stage_index])]
                 needed = _needed(action, num_stages, lowered)
@@ -93,13 +93,13 @@ def run_with_blocking_sends(schedule: Schedule) -> Progress:
     moved = True
     while moved:
         moved = False
-        for stage_index, actions in enumerate(schedule.actions_by_stage):
+        for stage_index, actions in enumerate(schedule.actions_by_rank):
             while len(slots[stage_index]) < len(actions):
                 action = actions[len(slots[stage_index])]
                 together = [stage_index]
                 if not action.type.is_compute:
                     peer = action.peer_stage_index
-                    peer_actions = schedule.actions_by_stage[peer]
+                    peer_actions = schedule.actions_by_rank[peer]
                     position = len(slots[peer])
                     if position == len(peer_actions) or peer_actions[position] != action.counterpart:
                         break

@@ -21,7 +21,7 @@ def forward_only(num_stages: int, num_microbatches: int) -> Schedule:
         ConfigurationError: a number is below 1.
     """
     check_sizes(num_stages, num_microbatches)
-    actions_by_stage = tuple(
+    actions_by_rank = tuple(
         tuple(forward(stage_index, index) for index in range(num_microbatches)) for stage_index in range(num_stages)
     )
-    return Schedule(name=NAME, actions_by_stage=actions_by_stage, num_microbatches=num_microbatches)
+    return Schedule(name=NAME, actions_by_rank=actions_by_rank, num_microbatches=num_microbatches)

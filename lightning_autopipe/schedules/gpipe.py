@@ -28,8 +28,8 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     """
     check_sizes(num_stages, num_microbatches)
     indices = range(num_microbatches)
-    actions_by_stage = tuple(
+    actions_by_rank = tuple(
         (*(forward(stage_index, index) for index in indices), *(backward(stage_index, index) for index in indices))
         for stage_index in range(num_stages)
     )
-    return Schedule(name=NAME, actions_by_stage=actions_by_stage, num_microbatches=num_microbatches)
+    return Schedule(name=NAME, actions_by_rank=actions_by_rank, num_microbatches=num_microbatches)

@@ -19,7 +19,7 @@ def draw_grid(schedule: Schedule, *, error_at: tuple[int, int] | None = None, ma
     progress = run_by_dependencies(schedule)
     cells: list[dict[int, str]] = []
     slots_by_stage: list[list[int]] = []
-    for stage_index, actions in enumerate(schedule.actions_by_stage):
+    for stage_index, actions in enumerate(schedule.actions_by_rank):
         slots = list(progress.slots_by_stage[stage_index])
         while len(slots) <= len(actions):  # one more than actions: where a mark after the end would stand
             slots.append(slots[-1] + 1 if slots else 0)

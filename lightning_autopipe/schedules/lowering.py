@@ -40,13 +40,13 @@ def lower(schedule: Schedule) -> Schedule:
     lists = _run_gaps(schedule)
     return Schedule(
         name=schedule.name,
-        actions_by_stage=tuple(tuple(actions) for actions in lists),
+        actions_by_rank=tuple(tuple(actions) for actions in lists),
         num_microbatches=schedule.num_microbatches,
     )
 
 
 def _run_gaps(schedule: Schedule) -> list[list[Action]]:
-    stages = [_Stage(actions, schedule.num_stages) for actions in schedule.actions_by_stage]
+    stages = [_Stage(actions, schedule.num_stages) for actions in schedule.actions_by_rank]
     while not all(stage.is_finished for stage in stages):
         moved = False
         for stage in stages:

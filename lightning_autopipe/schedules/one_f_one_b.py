@@ -41,7 +41,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, depths: Sequence[int] | 
     check_sizes(num_stages, num_microbatches)
     depths = default_depths(num_stages) if depths is None else tuple(depths)
     _check_depths(depths, num_stages)
-    actions_by_stage = []
+    actions_by_rank = []
     for stage_index, depth in enumerate(depths):
         num_warmup = min(depth, num_microbatches)
         actions: list[Action] = [forward(stage_index, index) for index in range(num_warmup)]
@@ -49,8 +49,8 @@ def one_f_one_b(num_stages: int, num_microbatches: int, depths: Sequence[int] | 
             if num_warmup + index < num_microbatches:
                 actions.append(forward(stage_index, num_warmup + index))
             actions.append(backward(stage_index, index))
-        actions_by_stage.append(tuple(actions))
-    return Schedule(name=NAME, actions_by_stage=tuple(actions_by_stage), num_microbatches=num_microbatches)
+        actions_by_rank.append(tuple(actions))
+    return Schedule(name=NAME, actions_by_rank=tuple(actions_by_rank), num_microbatches=num_microbatches)
 
 
 def default_depths(num_stages: int) -> tuple[int, ...]:

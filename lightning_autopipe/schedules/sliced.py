@@ -63,7 +63,7 @@ def sliced_one_f_one_b(
         units.extend([(index, 0), (index, 1)] if is_sliced else [(index, None)])
     return Schedule(
         name=NAME,
-        actions_by_stage=tuple(_actions(stage_index, units, limit) for stage_index, limit in enumerate(limits)),
+        actions_by_rank=tuple(_actions(stage_index, units, limit) for stage_index, limit in enumerate(limits)),
         num_microbatches=num_microbatches,
     )
 

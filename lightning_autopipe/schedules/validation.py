@@ -49,7 +49,7 @@ def validate(schedule: Schedule, *, max_stash: Sequence[int] | None = None) -> N
 
 
 def _fail(schedule: Schedule, stage_index: int, step: int, problem: str) -> PlanError:
-    actions = schedule.actions_by_stage[stage_index]
+    actions = schedule.actions_by_rank[stage_index]
     where = f"stage {stage_index}, step {step}"
     if step < len(actions):
         where += f" ({actions[step]}, micro-batch {actions[step].microbatch_index})"
@@ -61,7 +61,7 @@ def _fail(schedule: Schedule, stage_index: int, step: int, problem: str) -> Plan
 
 def _check_each_action(schedule: Schedule) -> None:
     last = schedule.num_stages - 1
-    for stage_index, actions in enumerate(schedule.actions_by_stage):
+    for stage_index, actions in enumerate(schedule.actions_by_rank):
         seen: dict[Action, int] = {}
         for step, action in enumerate(actions):
             if action.stage_index != stage_index:
@@ -79,13 +79,13 @@ def _check_each_action(schedule: Schedule) -> None:
 
 
 def _check_completeness(schedule: Schedule) -> None:
-    everything = {action for actions in schedule.actions_by_stage for action in actions}
+    everything = {action for actions in schedule.actions_by_rank for action in actions}
     has_backward = any(action.type is ActionType.BACKWARD for action in everything)
     types = (ActionType.FORWARD, ActionType.BACKWARD) if has_backward else (ActionType.FORWARD,)
     # Stage 0 says which micro-batches are sliced, and how; all other stages and the backwards follow it.
     units = _units_of_first_stage(schedule)
     is_lowered = schedule.is_lowered
-    for stage_index, actions in enumerate(schedule.actions_by_stage):
+    for stage_index, actions in enumerate(schedule.actions_by_rank):
         expected: dict[Action, None] = {}  # in the order in which a missing one is named
         for action_type in types:
             for unit in units:
@@ -108,7 +108,7 @@ def _check_completeness(schedule: Schedule) -> None:
 def _units_of_first_stage(schedule: Schedule) -> list[Action]:
     """The forwards that there have to be on stage 0: whole micro-batches, or slices 0, 1, … of them."""
     slices: dict[int, set[int | None]] = defaultdict(set)
-    for action in schedule.actions_by_stage[0]:
+    for action in schedule.actions_by_rank[0]:
         if action.type is ActionType.FORWARD:
             slices[action.microbatch_index].add(action.slice_index)
     units = []
@@ -118,7 +118,7 @@ def _units_of_first_stage(schedule: Schedule) -> list[Action]:
         if numbers and (None in found or numbers != list(range(len(numbers)))):
             step = next(
                 step
-                for step, action in enumerate(schedule.actions_by_stage[0])
+                for step, action in enumerate(schedule.actions_by_rank[0])
                 if action.microbatch_index == microbatch_index and action.type is ActionType.FORWARD
             )
             problem = f"micro-batch {microbatch_index} runs whole or as slices 0, 1, …; found slices {numbers}"
@@ -140,7 +140,7 @@ def _units_of_first_stage(schedule: Schedule) -> list[Action]:
 
 def _check_local_order(schedule: Schedule) -> None:
     is_lowered = schedule.is_lowered
-    for stage_index, actions in enumerate(schedule.actions_by_stage):
+    for stage_index, actions in enumerate(schedule.actions_by_rank):
         done: set[Action] = set()
         for step, action in enumerate(actions):
             needed: list[Action | None] = []
@@ -161,7 +161,7 @@ def _check_local_order(schedule: Schedule) -> None:
 def _check_stash(schedule: Schedule, max_stash: Sequence[int]) -> None:
     if len(max_stash) != schedule.num_stages:
         raise PlanError(f"max_stash has {len(max_stash)} values, but the schedule has {schedule.num_stages} stages")
-    for stage_index, actions in enumerate(schedule.actions_by_stage):
+    for stage_index, actions in enumerate(schedule.actions_by_rank):
         alive = 0
         for step, action in enumerate(actions):
             alive += (action.type is ActionType.FORWARD) - (action.type is ActionType.BACKWARD)
@@ -172,14 +172,14 @@ def _check_stash(schedule: Schedule, max_stash: Sequence[int]) -> None:
 
 def _check_channel_order(schedule: Schedule) -> None:
     """Between two neighbours and in one direction, the n-th send and the n-th receive are for the same value."""
-    for stage_index, actions in enumerate(schedule.actions_by_stage):
+    for stage_index, actions in enumerate(schedule.actions_by_rank):
         for send_type in (ActionType.SEND_ACTIVATION, ActionType.SEND_GRADIENT):
             sends = [action for action in actions if action.type is send_type]
             if not sends:
                 continue
             peer = sends[0].peer_stage_index
             receive_type = sends[0].counterpart.type
-            receives = [action for action in schedule.actions_by_stage[peer] if action.type is receive_type]
+            receives = [action for action in schedule.actions_by_rank[peer] if action.type is receive_type]
             for send, receive in zip(sends, receives, strict=True):
                 if send.counterpart != receive:
                     step = actions.index(send)
@@ -190,14 +190,14 @@ def _check_channel_order(schedule: Schedule) -> None:
 def _check_finished(schedule: Schedule, progress: Progress, how: str) -> None:
     stuck = [
         stage_index
-        for stage_index, actions in enumerate(schedule.actions_by_stage)
+        for stage_index, actions in enumerate(schedule.actions_by_rank)
         if progress.position(stage_index) < len(actions)
     ]
     if not stuck:
         return
     waits = []
     for stage_index in stuck:
-        action = schedule.actions_by_stage[stage_index][progress.position(stage_index)]
+        action = schedule.actions_by_rank[stage_index][progress.position(stage_index)]
         waits.append(f"stage {stage_index} stands at {action} and waits for {_awaited(schedule, action)}")
     problem = f"deadlock: {how}no stage can go on: " + "; ".join(waits)
     raise _fail(schedule, stuck[0], progress.position(stuck[0]), problem)

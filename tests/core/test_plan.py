@@ -76,7 +76,7 @@ def test_a_plan_comes_back_from_json_equal() -> None:
         ("{", "not JSON"),
         ("[]", "expected a JSON object"),
         ("{}", "schema_version is None"),
-        (edited(schema_version=1), "schema_version is 1, this version of lightning_autopipe reads 3"),
+        (edited(schema_version=1), "schema_version is 1, this version of lightning_autopipe reads 4"),
         (edited(schema_version=True), "schema_version is True"),
         (edited(surprise=1), r"unknown: \['surprise'\]"),
         (edited(mapping=...), r"missing: \['mapping'\]"),

@@ -37,11 +37,11 @@ def test_an_action_refuses_wrong_fields(change: dict[str, object]) -> None:
 
 def test_a_schedule_knows_its_stages_and_whether_it_is_lowered() -> None:
     forward, send = Action.parse("0F0"), Action.parse("0SA0")
-    plain = Schedule(name="x", actions_by_stage=((forward,), ()), num_microbatches=1)
+    plain = Schedule(name="x", actions_by_rank=((forward,), ()), num_microbatches=1)
     assert plain.num_stages == 2
     assert not plain.is_lowered
-    assert Schedule(name="x", actions_by_stage=((forward, send), ()), num_microbatches=1).is_lowered
-    with pytest.raises(PlanError, match="at least one stage"):
-        Schedule(name="x", actions_by_stage=(), num_microbatches=1)
-    with pytest.raises(PlanError, match=r"actions_by_stage\[0\]\[0\]"):
-        Schedule(name="x", actions_by_stage=(("0F0",),), num_microbatches=1)  # type: ignore[arg-type]
+    assert Schedule(name="x", actions_by_rank=((forward, send), ()), num_microbatches=1).is_lowered
+    with pytest.raises(PlanError, match="at least one rank"):
+        Schedule(name="x", actions_by_rank=(), num_microbatches=1)
+    with pytest.raises(PlanError, match=r"actions_by_rank\[0\]\[0\]"):
+        Schedule(name="x", actions_by_rank=(("0F0",),), num_microbatches=1)  # type: ignore[arg-type]

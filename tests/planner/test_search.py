@@ -170,7 +170,7 @@ def test_slices_only_where_they_may_be_run() -> None:
 def test_gpipe_keeps_all_micro_batches() -> None:
     found = search(space(a_profile(), num_stages=4, schedule="gpipe")).best
     assert found.schedule.name == "gpipe"
-    forwards = [str(action) for action in found.work.schedules[0].actions_by_stage[0][: found.num_microbatches]]
+    forwards = [str(action) for action in found.work.schedules[0].actions_by_rank[0][: found.num_microbatches]]
     assert all("F" in action for action in forwards)
 
 

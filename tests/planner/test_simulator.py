@@ -107,7 +107,7 @@ def counted_in_units(num_first: int, num_last: int, depths: Sequence[int]) -> Sc
                 actions.append(action(ActionType.FORWARD, stage, units[depth + position]))
             actions.append(action(ActionType.BACKWARD, stage, unit))
         lists.append(tuple(actions))
-    return Schedule(name="units", actions_by_stage=tuple(lists), num_microbatches=16)
+    return Schedule(name="units", actions_by_rank=tuple(lists), num_microbatches=16)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_lists_that_wait_for_each_other_are_refused() -> None:
     lists = (("0F0", "0B0", "0F1", "0B1"), ("1F0", "1F1", "1B0", "1B1"))
     circular = Schedule(
         name="circular",
-        actions_by_stage=tuple(tuple(map(Action.parse, names)) for names in lists),
+        actions_by_rank=tuple(tuple(map(Action.parse, names)) for names in lists),
         num_microbatches=2,
     )
     with pytest.raises(PlanError, match="cannot run to its end: 0B0 waits for what is never sent"):

@@ -213,7 +213,7 @@ def test_windows() -> None:
 def test_steps_with_a_microbatch_on_two_ranks_of_a_stage_are_refused() -> None:
     work = StageWork(units=(UnitWork(forward_s=1, backward_s=1),))
     lists = tuple(tuple(map(Action.parse, names)) for names in (("0F0", "0B0"), ("0F0", "0B0"), ("1F0", "1B0")))
-    schedule = Schedule(name="twice", actions_by_stage=lists, num_microbatches=1)
+    schedule = Schedule(name="twice", actions_by_rank=lists, num_microbatches=1)
     with pytest.raises(PlanError, match="0F0: rank 2 has this micro-batch; give it to one rank a stage"):
         simulate(StepWork(stages=((work,) * 3,), schedules=(schedule,), stage_indices=(0, 0, 1)))
     with pytest.raises(PlanError, match="stage_indices must name the stage of each of 3 lists"):

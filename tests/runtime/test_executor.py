@@ -214,11 +214,11 @@ def test_gradients_cross_in_the_memory_order_of_their_values() -> None:
 
 def test_a_schedule_that_waits_in_a_circle_is_an_error() -> None:
     good = gpipe(2, 2)
-    stage_0, stage_1 = good.actions_by_stage
+    stage_0, stage_1 = good.actions_by_rank
     circular = Schedule(
         name="circular",
         num_microbatches=2,
-        actions_by_stage=((stage_0[0], stage_0[2], stage_0[1], stage_0[3]), stage_1),
+        actions_by_rank=((stage_0[0], stage_0[2], stage_0[1], stage_0[3]), stage_1),
     )
     with pytest.raises(PipelineRuntimeError, match=r"circular.*0B0, 1F1"):
         run_in_process(cut([Toy()] * 2, batch(4), 2), circular)

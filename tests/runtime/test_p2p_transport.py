@@ -155,9 +155,9 @@ def run_reversed_backwards() -> dict[str, Tensor | None]:
     plain = gpipe(3, 5)
     lists = [
         actions if index == 2 else (*actions[:5], *reversed(actions[5:]))
-        for index, actions in enumerate(plain.actions_by_stage)
+        for index, actions in enumerate(plain.actions_by_rank)
     ]
-    schedule: Schedule = replace(plain, name="reversed", actions_by_stage=tuple(lists))
+    schedule: Schedule = replace(plain, name="reversed", actions_by_rank=tuple(lists))
     executor = executor_of(3)
     toy = Toy()
     executor.run(cut([toy] * 3, batch(10), 5)[executor.stage_index], schedule)

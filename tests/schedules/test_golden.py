@@ -84,7 +84,7 @@ def test_the_grid_is_as_drawn(key: tuple[str, int, int]) -> None:
 
 @pytest.mark.parametrize("key", LISTS, ids=str)
 def test_the_lists_are_as_written(key: tuple[str, int, int]) -> None:
-    lists = get_schedule(*key).actions_by_stage
+    lists = get_schedule(*key).actions_by_rank
     for stage_index, expected in enumerate(LISTS[key]):
         assert [str(action) for action in lists[stage_index]] == [f"{stage_index}{text}" for text in expected.split()]
 
@@ -99,7 +99,7 @@ def test_the_docstring_draws_what_the_function_gives(function: object, name: str
 
 
 def test_the_docstring_of_lowering_shows_what_it_gives() -> None:
-    lists = lower(one_f_one_b(2, 2)).actions_by_stage
+    lists = lower(one_f_one_b(2, 2)).actions_by_rank
     lines = (inspect.getdoc(lower) or "").splitlines()
     for stage_index, actions in enumerate(lists):
         line = next(line for line in lines if line.strip().startswith(f"stage {stage_index} |"))

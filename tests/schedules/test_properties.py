@@ -25,7 +25,7 @@ def test_every_size_is_valid_lowered_and_not(name: str, num_stages: int) -> None
         lowered = lower(schedule)
         validate(lowered)
         assert lowered.num_microbatches == num_microbatches
-        for plain, full in zip(schedule.actions_by_stage, lowered.actions_by_stage, strict=True):
+        for plain, full in zip(schedule.actions_by_rank, lowered.actions_by_rank, strict=True):
             assert tuple(action for action in full if action.type.is_compute) == plain
 
 
@@ -49,7 +49,7 @@ def test_sends_stand_behind_their_computation_and_receives_before(name: str) -> 
     """No receive moves away from the computation that takes it, so none holds a buffer for longer than it must."""
     for num_stages in NUM_STAGES:
         for num_microbatches in NUM_MICROBATCHES:
-            for actions in lower(get_schedule(name, num_stages, num_microbatches)).actions_by_stage:
+            for actions in lower(get_schedule(name, num_stages, num_microbatches)).actions_by_rank:
                 computed_before: Action | None = None
                 received: list[Action] = []
                 for action in actions:
@@ -97,7 +97,7 @@ def valid_schedules(draw: st.DrawFn) -> Schedule:
         done.add(action)
         lists[action.stage_index].append(action)
     return Schedule(
-        name="any", actions_by_stage=tuple(tuple(actions) for actions in lists), num_microbatches=num_microbatches
+        name="any", actions_by_rank=tuple(tuple(actions) for actions in lists), num_microbatches=num_microbatches
     )
 
 
@@ -116,5 +116,5 @@ def test_any_valid_schedule_is_lowered_to_lists_that_block_nowhere(schedule: Sch
     lowered = lower(schedule)
     validate(lowered)
     progress = run_with_blocking_sends(lowered)
-    for stage_index, actions in enumerate(lowered.actions_by_stage):
+    for stage_index, actions in enumerate(lowered.actions_by_rank):
         assert progress.position(stage_index) == len(actions)

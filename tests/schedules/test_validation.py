@@ -12,11 +12,11 @@ from lightning_autopipe.schedules import draw_grid, gpipe, lower, one_f_one_b, v
 
 def written(*lists: str, num_microbatches: int = 2) -> Schedule:
     """A schedule from lists in which the stage's number is left out, unless it is another one (``1:F0``)."""
-    actions_by_stage = []
+    actions_by_rank = []
     for stage_index, text in enumerate(lists):
         names = [name.replace(":", "") if ":" in name else f"{stage_index}{name}" for name in text.split()]
-        actions_by_stage.append(tuple(Action.parse(name) for name in names))
-    return Schedule(name="written", actions_by_stage=tuple(actions_by_stage), num_microbatches=num_microbatches)
+        actions_by_rank.append(tuple(Action.parse(name) for name in names))
+    return Schedule(name="written", actions_by_rank=tuple(actions_by_rank), num_microbatches=num_microbatches)
 
 
 def problem_of(schedule: Schedule, **options: list[int]) -> str:
@@ -84,7 +84,7 @@ def test_both_ends_sending_first_is_a_deadlock_with_blocking_sends() -> None:
     assert "stage 0, step 3 (0SA1, micro-batch 1): deadlock: with sends that block until they are received" in message
     assert "stage 0 stands at 0SA1 and waits for 1RA1; stage 1 stands at 1SG0 and waits for 0RG0" in message
     computations = written("F0 F1 B0 B1", "F0 B0 F1 B1")
-    assert computations.actions_by_stage == one_f_one_b(2, 2).actions_by_stage
+    assert computations.actions_by_rank == one_f_one_b(2, 2).actions_by_rank
     validate(lower(computations))
 
 
@@ -116,7 +116,7 @@ def test_a_receive_moves_ahead_where_free_gaps_would_wait_in_a_circle() -> None:
     out_of_step = written("F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 B0 B1 F2 B2 F3 B3", num_microbatches=4)
     lowered = lower(out_of_step)
     validate(lowered)
-    stage_1 = [str(action) for action in lowered.actions_by_stage[1]]
+    stage_1 = [str(action) for action in lowered.actions_by_rank[1]]
     assert stage_1.index("1RA2") < stage_1.index("1B1")
 
 

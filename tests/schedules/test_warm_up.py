@@ -74,11 +74,11 @@ def test_the_docstring_of_slices_draws_what_the_function_gives() -> None:
 
 def test_plain_1f1b_and_gpipe_are_special_cases() -> None:
     for num_stages, num_microbatches in ((1, 1), (4, 2), (4, 4), (5, 9)):
-        plain = one_f_one_b(num_stages, num_microbatches).actions_by_stage
-        assert one_f_one_b(num_stages, num_microbatches, default_depths(num_stages)).actions_by_stage == plain
-        assert sliced_one_f_one_b(num_stages, num_microbatches, num_sliced_first=0).actions_by_stage == plain
+        plain = one_f_one_b(num_stages, num_microbatches).actions_by_rank
+        assert one_f_one_b(num_stages, num_microbatches, default_depths(num_stages)).actions_by_rank == plain
+        assert sliced_one_f_one_b(num_stages, num_microbatches, num_sliced_first=0).actions_by_rank == plain
         whole = one_f_one_b(num_stages, num_microbatches, [num_microbatches - 1] * num_stages)
-        assert whole.actions_by_stage == gpipe(num_stages, num_microbatches).actions_by_stage
+        assert whole.actions_by_rank == gpipe(num_stages, num_microbatches).actions_by_rank
 
 
 @settings(deadline=None, derandomize=True, max_examples=80)
@@ -132,6 +132,6 @@ def test_what_cannot_run_is_refused(make: Callable[[], Schedule], message: str) 
 
 def test_rising_depths_would_be_a_deadlock() -> None:
     """Why they are refused: stage 1 wants F1 before it gives the gradient that stage 0 waits for."""
-    first, last = one_f_one_b(1, 2, [0]).actions_by_stage[0], one_f_one_b(2, 2, [1, 1]).actions_by_stage[1]
+    first, last = one_f_one_b(1, 2, [0]).actions_by_rank[0], one_f_one_b(2, 2, [1, 1]).actions_by_rank[1]
     with pytest.raises(PlanError, match="deadlock"):
-        validate(Schedule(name="rising", actions_by_stage=(first, last), num_microbatches=2))
+        validate(Schedule(name="rising", actions_by_rank=(first, last), num_microbatches=2))
