@@ -15,6 +15,12 @@ class StagePrediction:
 
     forward_s: float
     backward_s: float
+    stash_size: float
+    """The most that is between forward and backward at a time, in micro-batches: a slice counts as its share of one."""
+    plain_stash_size: float
+    """The same under 1F1B with its own depths."""
+    stash_bytes: int
+    """What one micro-batch keeps between forward and backward."""
     parameter_bytes: int
     """Of all parameters on the stage, copies of tied ones included."""
     gradient_bytes: int
@@ -28,9 +34,10 @@ class StagePrediction:
 
     def __post_init__(self) -> None:
         owner = "StagePrediction"
-        for name in ("forward_s", "backward_s"):
+        for name in ("forward_s", "backward_s", "stash_size", "plain_stash_size"):
             check_number(owner, name, getattr(self, name), error=PlanError)
         for name in (
+            "stash_bytes",
             "parameter_bytes",
             "gradient_bytes",
             "optimizer_bytes",
@@ -44,6 +51,11 @@ class StagePrediction:
     def microbatch_s(self) -> float:
         """Seconds of forward and backward of one micro-batch."""
         return self.forward_s + self.backward_s
+
+    @property
+    def more_stash_bytes(self) -> float:
+        """What more is kept than under plain 1F1B; negative where it is less."""
+        return (self.stash_size - self.plain_stash_size) * self.stash_bytes
 
     @property
     def peak_bytes(self) -> int:

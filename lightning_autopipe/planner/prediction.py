@@ -11,6 +11,7 @@ from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.memory import stage_memory
 from lightning_autopipe.schedules.catalog import get_schedule
+from lightning_autopipe.schedules.one_f_one_b import NAME as ONE_F_ONE_B
 from lightning_autopipe.schedules.stash import peak_stash_size
 
 
@@ -39,9 +40,9 @@ def predict_stages(
     """
     if not cost.is_measured:
         return ()
+    plain_sizes = _stash_sizes(ScheduleSpec(name=ONE_F_ONE_B), partition.num_stages, num_microbatches)
     if not stash_sizes:
-        actions = get_schedule(schedule, partition.num_stages, num_microbatches)
-        stash_sizes = [peak_stash_size(actions, stage_index) for stage_index in range(partition.num_stages)]
+        stash_sizes = _stash_sizes(schedule, partition.num_stages, num_microbatches)
     predictions = []
     for stage_index in range(partition.num_stages):
         owned = partition.stage_layers(stage_index)
@@ -57,6 +58,9 @@ def predict_stages(
             StagePrediction(
                 forward_s=cost.work_s(Work.FORWARD, owned, device=device, microbatch_size=microbatch_size),
                 backward_s=cost.work_s(Work.BACKWARD, owned, device=device, microbatch_size=microbatch_size),
+                stash_size=stash_sizes[stage_index],
+                plain_stash_size=plain_sizes[stage_index],
+                stash_bytes=memory.stash_bytes,
                 parameter_bytes=memory.parameter_bytes,
                 gradient_bytes=memory.gradient_bytes,
                 optimizer_bytes=memory.optimizer_bytes,
@@ -66,3 +70,8 @@ def predict_stages(
             )
         )
     return tuple(predictions)
+
+
+def _stash_sizes(schedule: ScheduleSpec, num_stages: int, num_microbatches: int) -> list[float]:
+    actions = get_schedule(schedule, num_stages, num_microbatches)
+    return [peak_stash_size(actions, stage_index) for stage_index in range(num_stages)]

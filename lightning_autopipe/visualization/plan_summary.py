@@ -11,8 +11,9 @@ from rich.text import Text
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.prediction import RunnerUp
 from lightning_autopipe.core.quantities import duration_text, memory_text
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 
-_ALL_MICROBATCHES = "gpipe"
+_PLAIN = "1f1b"
 _MAX_RUNNERS_UP = 5
 _NOTICEABLE = 5e-4
 
@@ -58,8 +59,7 @@ def plan_summary(plan: PipelinePlan) -> tuple[str, ...]:
 
 def _gain(plan: PipelinePlan, step_s: float, plain_step_s: float) -> list[str]:
     spec = plan.schedule
-    is_plain = not spec.depths and not spec.is_sliced and spec.name != _ALL_MICROBATCHES
-    if is_plain or plan.num_stages == 1:
+    if spec == ScheduleSpec(name=_PLAIN) or plan.num_stages == 1:
         return []
     price = _price(plan)
     if step_s == plain_step_s and spec.depths:
@@ -71,23 +71,19 @@ def _gain(plan: PipelinePlan, step_s: float, plain_step_s: float) -> list[str]:
 
 def _price(plan: PipelinePlan) -> str:
     """What stages keep instead of what plain 1F1B does."""
-    spec, num_stages, most = plan.schedule, plan.num_stages, max(plan.replica_microbatches or (plan.num_microbatches,))
     if plan.mapping.num_replicas is None:
-        return f"stages run up to {_joined(spec.depths)} micro-batches ahead"
-    plain = [min(num_stages - stage_index, most) for stage_index in range(num_stages)]
-    kept = [min(depth + 1, most) for depth in spec.depths] or plain
-    if spec.name == _ALL_MICROBATCHES:
-        kept = [most] * num_stages
+        return f"stages run up to {_joined(plan.schedule.depths)} micro-batches ahead"
+    if not plan.stage_predictions:
+        return str(plan.schedule)
+    kept = [stage.stash_size for stage in plan.stage_predictions]
+    plain = [stage.plain_stash_size for stage in plan.stage_predictions]
     if kept == plain:
         return "stages keep no more micro-batches"
     text = f"stages keep {_joined(kept)} micro-batches, not {_joined(plain)}"
-    extra = [
-        prediction.activation_bytes / (now - 1) * (now - before) if now > 1 else 0.0
-        for prediction, now, before in zip(plan.stage_predictions, kept, plain, strict=False)
-    ]
-    if max(extra, default=0.0) >= 1:
-        stage_index = extra.index(max(extra))
-        text += f" ({memory_text(extra[stage_index])} more on stage {stage_index})"
+    more_bytes = [stage.more_stash_bytes for stage in plan.stage_predictions]
+    if max(more_bytes) >= 1:
+        stage_index = more_bytes.index(max(more_bytes))
+        text += f" ({memory_text(more_bytes[stage_index])} more on stage {stage_index})"
     return text
 
 
@@ -124,8 +120,8 @@ def runner_up_cells(runner_up: RunnerUp) -> tuple[str, str, str, str, str]:
     )
 
 
-def _joined(numbers: Sequence[int], between: str = "-") -> str:
-    return between.join(map(str, numbers))
+def _joined(numbers: Sequence[float], between: str = "-") -> str:
+    return between.join(f"{number:g}" for number in numbers)
 
 
 def _count(number: int, noun: str) -> str:

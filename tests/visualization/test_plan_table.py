@@ -84,10 +84,18 @@ def test_what_is_trained_is_shown_where_some_is_frozen() -> None:
 BYTES_EACH = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "working_bytes")
 
 
-def some_predictions(num_bytes: int) -> tuple[StagePrediction, ...]:
+def some_predictions(num_bytes: int, kept: tuple[float, ...] = (3, 2, 1)) -> tuple[StagePrediction, ...]:
     return tuple(
-        StagePrediction(forward_s=seconds, backward_s=seconds, buffer_bytes=0, **dict.fromkeys(BYTES_EACH, num_bytes))
-        for seconds in (0.001, 0.02345, 1.5)
+        StagePrediction(
+            forward_s=seconds,
+            backward_s=seconds,
+            stash_size=stash_size,
+            plain_stash_size=3 - stage_index,
+            stash_bytes=num_bytes,
+            buffer_bytes=0,
+            **dict.fromkeys(BYTES_EACH, num_bytes),
+        )
+        for stage_index, (seconds, stash_size) in enumerate(zip((0.001, 0.02345, 1.5), kept, strict=True))
     )
 
 
