@@ -1,0 +1,140 @@
+"""Stages as plain modules, for our executor and for peers alike: some that sleep, some with next to nothing to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+FLOAT_BYTES = 4
+
+
+class StageMaker(Protocol):
+    """Makes the stages of one model, anywhere."""
+
+    def stage(self, stage_index: int, num_stages: int) -> nn.Module:
+        """A module from ``[samples, width]`` to ``[samples, width]``, or to ``[samples, 1]`` on the last stage."""
+        ...
+
+    def inputs(self, num_samples: int) -> Tensor:
+        """What the first stage takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """What a stage takes for one micro-batch."""
+
+    forward: float
+    input: float
+    """Of the backward for the gradient of what came in."""
+    weight: float = 0.0
+    """Of the backward for the gradients of parameters."""
+
+    @property
+    def backward(self) -> float:
+        """The whole backward."""
+        return self.input + self.weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sleeping:
+    """Stages that sleep for as long as layers would compute, and hand on tensors of the size that layers would give."""
+
+    seconds: Mapping[int, Seconds]
+    """Of every stage, by the samples in a micro-batch."""
+    sample_bytes: int
+    """Bytes of one sample's activations at a boundary."""
+
+    def stage(self, stage_index: int, num_stages: int) -> nn.Module:
+        is_first, is_last = stage_index == 0, stage_index == num_stages - 1
+        return _SleepingStage(self, is_first=is_first, is_last=is_last)
+
+    def inputs(self, num_samples: int) -> Tensor:
+        return torch.zeros(num_samples, 1)
+
+    @property
+    def width(self) -> int:
+        """Values of a sample at a boundary."""
+        return max(1, round(self.sample_bytes / FLOAT_BYTES))
+
+
+class _SleepingStage(nn.Module):
+    """Its backward is a fork behind a join that takes no time: one branch to what came in, one to the parameter.
+
+    So whoever splits backwards in two, by whichever way through the graph, sleeps for each part once.
+    """
+
+    def __init__(self, model: Sleeping, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self._seconds, self._width, self._is_first = model.seconds, 1 if is_last else model.width, is_first
+        self.weight = nn.Parameter(torch.zeros(()))
+        if is_first:
+            # In place of the gradient that a stage in the middle makes: the first one is to take as long as the others.
+            self.source = nn.Parameter(torch.zeros(()))
+
+    def forward(self, values: Tensor) -> Tensor:
+        num_samples = values.shape[0]
+        seconds = self._seconds[num_samples]
+        source = self.source if self._is_first else values
+        branches = (_Branch.apply(source, seconds.input), _Branch.apply(self.weight, seconds.weight))
+        output: Tensor = _Join.apply(*branches, seconds.forward, (num_samples, self._width), values.device)
+        return output
+
+
+class _Branch(torch.autograd.Function):
+    """Gives a number; sleeps in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds, values.shape
+        return values.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.seconds:
+            time.sleep(ctx.seconds)
+        return gradients[0].new_zeros(()).expand(ctx.shape) if not ctx.shape else _empty(gradients[0], ctx.shape), None
+
+
+class _Join(torch.autograd.Function):
+    """Sleeps in its forward; its backward takes no time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, first: Tensor, second: Tensor, seconds: float, shape: tuple[int, ...], device: torch.device
+    ) -> Tensor:
+        time.sleep(seconds)
+        return torch.zeros(shape, device=device) if shape[-1] == 1 else torch.empty(shape, device=device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        zero = gradients[0].new_zeros(())
+        return zero, zero, None, None, None
+
+
+def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Nobody reads the numbers."""
+    return torch.empty(shape, device=like.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiny:
+    """Stages that really compute, but so little that the runtime is what takes time."""
+
+    width: int = 16
+
+    def stage(self, stage_index: int, num_stages: int) -> nn.Module:
+        generator = torch.Generator().manual_seed(stage_index)
+        layer = nn.Linear(self.width, 1 if stage_index == num_stages - 1 else self.width)
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / self.width**0.5)
+        return nn.Sequential(layer, nn.Tanh())
+
+    def inputs(self, num_samples: int) -> Tensor:
+        return torch.linspace(-1, 1, num_samples * self.width).reshape(num_samples, self.width)
