@@ -6,7 +6,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor
 from benchmarks.module_stage import ModuleStage, seconds_alone, split_units
 from benchmarks.namespaces import enter_namespace
 from benchmarks.peers.torch_pipelining import TorchPipeline, stages_of
+from benchmarks.replayed_stage import ReplayedStage
 from benchmarks.sleeping import be_prompt
 from benchmarks.stage_modules import Seconds, StageMaker
 from lightning_autopipe.cluster.flows import MeasuredRound
@@ -28,6 +28,7 @@ from lightning_autopipe.core import ParallelLayout
 from lightning_autopipe.core.schedule import Schedule
 from lightning_autopipe.runtime.executor import StageExecutor
 from lightning_autopipe.runtime.process_groups import create_process_groups
+from lightning_autopipe.runtime.stage import StageForward
 from lightning_autopipe.schedules.stash import slice_counts
 from tests.harness import run_processes
 
@@ -60,6 +61,8 @@ class Entry:
     ranks: tuple[int, ...] = ()
     """Of our stages, in order; empty: as `ParallelLayout` has it. torch's stage s is on rank s."""
     stages_per_rank: int = 1
+    is_replayed: bool = False
+    """Whether our stages are cut out of one whole module, instead of called as they are."""
 
     @property
     def is_ours(self) -> bool:
@@ -244,15 +247,30 @@ class OurPipeline:
         transport = create_process_groups(layout, timeout_s=timeout_s).transport(torch.device("cpu"))
         transport.warm_up()
         self._executor = StageExecutor(stage_index=self.stage_index, num_stages=layout.num_stages, transport=transport)
-        self.module = entry.model.stage(self.stage_index, layout.num_stages)
         self._batch = entry.inputs()
         self._slices = slice_counts(entry.schedule)
+        self._replayed: ReplayedStage | None = None
+        if entry.is_replayed:
+            self._replayed = ReplayedStage(
+                entry.model,
+                stage_index=self.stage_index,
+                num_stages=layout.num_stages,
+                num_samples=entry.num_samples,
+                loss=mean_square,
+            )
+        else:
+            self.module = entry.model.stage(self.stage_index, layout.num_stages)
 
     def run(self) -> None:
         """One step."""
+        self._executor.run(self._begun(), self._schedule)
+
+    def _begun(self) -> StageForward:
+        if self._replayed is not None:
+            self._replayed.begin(self._batch, self._entry.num_microbatches)
+            return self._replayed
         units = split_units(self._batch, self._entry.num_microbatches, self._slices.__getitem__)
-        stage = ModuleStage(self.module, loss=mean_square if self._is_last else None, units=units)
-        self._executor.run(stage, self._schedule)
+        return ModuleStage(self.module, loss=mean_square if self._is_last else None, units=units)
 
     def alone(self) -> tuple[int, tuple[Seconds, ...]]:
         """The stage, and what it takes for a micro-batch and for its slices, without others."""
@@ -264,8 +282,3 @@ class OurPipeline:
             num_repeats=NUM_ALONE,
         )
         return self.stage_index, tuple(measure(inputs=self._entry.model.inputs(n)) for n in self._entry.unit_sizes())
-
-
-def medians(times: Sequence[EntryTimes]) -> list[float]:
-    """The typical steps."""
-    return [each.median_s for each in times]
