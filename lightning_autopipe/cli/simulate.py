@@ -91,9 +91,9 @@ def _order(step: ShownStep) -> list[str]:
     """The schedule as a grid for each number of micro-batches that a replica has; where stages have unlike numbers of
     ranks, what each of them computes, in its order."""
     lanes = make_lanes(step.timeline, step.ranks)
-    if step.schedules[0].num_stages == 1 + max(lane.stage_index for lane in lanes):
+    if step.schedules[0].num_stages == 1 + max(lane.stage_indices[-1] for lane in lanes):
         return [draw_grid(schedule) for schedule in dict.fromkeys(step.schedules)]
-    labels = [f"stage {lane.stage_index}, rank {lane.global_rank}" for lane in lanes]
+    labels = [f"stage {lane.stages_text}, rank {lane.global_rank}" for lane in lanes]
     width = max(map(len, labels))
     lines = []
     for label, lane in zip(labels, lanes, strict=True):

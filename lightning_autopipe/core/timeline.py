@@ -39,6 +39,8 @@ class TimelineEvent:
     """The rank that acts; of a send, the sender."""
     start_s: float
     end_s: float
+    waited_s: float = 0.0
+    """For how long the rank had nothing else to do than to wait for the action's input; 0 where not known."""
 
     def __post_init__(self) -> None:
         if 0 <= self.start_s <= self.end_s < math.inf and self.global_rank >= 0:

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from lightning_autopipe.core.schedule import Action
 from lightning_autopipe.core.timeline import Timeline
-from lightning_autopipe.visualization.lanes import Bar, BarKind, Lane, Ranks, make_messages
+from lightning_autopipe.visualization.lanes import COMPUTE, Bar, BarKind, Lane, Ranks, make_messages
 from lightning_autopipe.visualization.phases import Phase, step_phases
 
 # Okabe and Ito's palette, which stays distinct for colour-blind eyes; slices are paler.
@@ -23,6 +23,8 @@ COLOURS = {
     BarKind.FORWARD_SLICE: "#B5DDF5",
     BarKind.BACKWARD: "#E69F00",
     BarKind.BACKWARD_SLICE: "#F8D88F",
+    BarKind.BACKWARD_INPUT: "#E69F00",
+    BarKind.BACKWARD_WEIGHT: "#D55E00",
     BarKind.TIED_GRADIENTS: "#7B3F8C",
     BarKind.GRADIENTS: "#CC79A7",
     BarKind.EXCHANGE: "#4D4D4D",
@@ -132,7 +134,7 @@ class Panel:
             for _, of_replica in groupby(self._lanes, key=lambda lane: lane.replica_index)
             for lane in list(of_replica)[::stride]
         ]
-        labels = [f"stage {lane.stage_index} · rank {lane.global_rank}" for lane in shown]
+        labels = [lane.label for lane in shown]
         axes.set_yticks([self._middle[lane.global_rank] for lane in shown], labels=labels, fontsize=size)
         axes.tick_params(axis="y", length=0, pad=3)
         self._label_replicas()
@@ -162,7 +164,7 @@ class Panel:
 
     def _draw_numbers(self, lane: Lane) -> None:
         """Numbers of micro-batches on a lane's bars: for each kind on all of them, or on none."""
-        for kind in (BarKind.FORWARD, BarKind.FORWARD_SLICE, BarKind.BACKWARD, BarKind.BACKWARD_SLICE):
+        for kind in COMPUTE:
             bars = [bar for bar in lane.bars if bar.kind is kind]
             size, texts = self._fitting_numbers(bars)
             for text, bar in zip(texts, bars, strict=False):

@@ -23,11 +23,23 @@ class BarKind(Enum):
     FORWARD_SLICE = "forward of a slice"
     BACKWARD = "backward"
     BACKWARD_SLICE = "backward of a slice"
+    BACKWARD_INPUT = "backward, inputs"
+    BACKWARD_WEIGHT = "backward, weights"
     TIED_GRADIENTS = "sum of tied gradients"
     GRADIENTS = "sum of gradients"
     EXCHANGE = "exchange"
     OPTIMIZER = "optimizer"
 
+
+COMPUTE = (
+    BarKind.FORWARD,
+    BarKind.FORWARD_SLICE,
+    BarKind.BACKWARD,
+    BarKind.BACKWARD_SLICE,
+    BarKind.BACKWARD_INPUT,
+    BarKind.BACKWARD_WEIGHT,
+)
+"""Forwards and backwards."""
 
 _OF_STEP_END = {
     StepEnd.TIED_GRADIENTS: BarKind.TIED_GRADIENTS,
@@ -35,6 +47,7 @@ _OF_STEP_END = {
     StepEnd.EXCHANGE: BarKind.EXCHANGE,
     StepEnd.OPTIMIZER: BarKind.OPTIMIZER,
 }
+_OF_PART = {ActionType.BACKWARD_INPUT: BarKind.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT: BarKind.BACKWARD_WEIGHT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +68,25 @@ class Lane:
     """One rank and all that it does, in the order of time."""
 
     global_rank: int
-    stage_index: int
+    stage_indices: tuple[int, ...]
+    """The stages that it runs, ascending."""
     replica_index: int
     bars: tuple[Bar, ...]
+
+    @property
+    def stage_index(self) -> int:
+        """The first stage that it runs."""
+        return self.stage_indices[0]
+
+    @property
+    def stages_text(self) -> str:
+        """All of them."""
+        return ", ".join(map(str, self.stage_indices))
+
+    @property
+    def label(self) -> str:
+        """What a lane is called."""
+        return f"stage{'s' if len(self.stage_indices) > 1 else ''} {self.stages_text} · rank {self.global_rank}"
 
     @property
     def busy_s(self) -> float:
@@ -100,20 +129,19 @@ def make_lanes(timeline: Timeline, ranks: Ranks = ()) -> tuple[Lane, ...]:
         if kind is not None:
             bars[event.global_rank].append(Bar(kind=kind, event=event))
     by_stage = () if ranks else stage_ranks(timeline)
+    places: list[tuple[int, tuple[int, ...], int]]
     if len(set(map(len, by_stage))) > 1:
-        places = [(rank, stage_index, 0) for stage_index, of_stage in enumerate(by_stage) for rank in of_stage]
+        places = [(rank, (stage_index,), 0) for stage_index, of_stage in enumerate(by_stage) for rank in of_stage]
     else:
         places = [
-            (rank, stage_index, replica_index)
+            (rank, stages, replica_index)
             for replica_index, pipeline in enumerate(ranks or pipeline_ranks(timeline))
-            for stage_index, rank in enumerate(pipeline)
+            for rank, stages in _stages_of_ranks(pipeline).items()
         ]
     lanes = []
-    for global_rank, stage_index, replica_index in places:
+    for global_rank, stages, replica_index in places:
         own = sorted(bars.pop(global_rank, ()), key=lambda bar: (bar.event.start_s, bar.event.end_s))
-        lanes.append(
-            Lane(global_rank=global_rank, stage_index=stage_index, replica_index=replica_index, bars=tuple(own))
-        )
+        lanes.append(Lane(global_rank=global_rank, stage_indices=stages, replica_index=replica_index, bars=tuple(own)))
     if bars:
         raise PlanError(f"the timeline has events of ranks {sorted(bars)}, which run no stage of a replica")
     return tuple(lanes)
@@ -161,17 +189,14 @@ def stage_ranks(timeline: Timeline) -> tuple[tuple[int, ...], ...]:
     Raises:
         PlanError: a rank computes nothing.
     """
-    stage_of: dict[int, int] = {}
+    ranks_of: dict[int, set[int]] = defaultdict(set)
     for event in timeline.events:
         if isinstance(event.action, Action):
-            stage_of.setdefault(event.global_rank, event.action.stage_index)
-    silent = sorted({event.global_rank for event in timeline.events} - set(stage_of))
-    if silent or not stage_of:
+            ranks_of[event.action.stage_index].add(event.global_rank)
+    silent = sorted({event.global_rank for event in timeline.events}.difference(*ranks_of.values()))
+    if silent or not ranks_of:
         raise PlanError(f"the timeline does not tell which stages ranks {silent or 'all'} run; give ranks=")
-    num_stages = 1 + max(stage_of.values())
-    return tuple(
-        tuple(sorted(rank for rank, stage in stage_of.items() if stage == index)) for index in range(num_stages)
-    )
+    return tuple(tuple(sorted(ranks_of[index])) for index in range(1 + max(ranks_of)))
 
 
 def pipeline_ranks(timeline: Timeline) -> Ranks:
@@ -205,12 +230,19 @@ def _receivers(timeline: Timeline, ranks: Ranks) -> Callable[[int, Action], int]
     return lambda sender, action: pipeline_of[sender][action.peer_stage_index]
 
 
+def _stages_of_ranks(pipeline: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """The stages that each rank of a pipeline runs, in the order of the first ones."""
+    return {rank: tuple(stage for stage, other in enumerate(pipeline) if other == rank) for rank in pipeline}
+
+
 def _kind(action: Action | StepEnd) -> BarKind | None:
     """None for a message."""
     if isinstance(action, StepEnd):
         return _OF_STEP_END[action]
     if not action.type.is_compute:
         return None
+    if action.type in _OF_PART:
+        return _OF_PART[action.type]
     if action.type is ActionType.FORWARD:
         return BarKind.FORWARD if action.slice_index is None else BarKind.FORWARD_SLICE
     return BarKind.BACKWARD if action.slice_index is None else BarKind.BACKWARD_SLICE

@@ -26,7 +26,7 @@ def step_phases(timeline: Timeline) -> tuple[Phase, ...]:
         if isinstance(event.action, Action):
             if event.action.type is ActionType.FORWARD:
                 last_forward_s = max(last_forward_s, event.end_s)
-            elif event.action.type is ActionType.BACKWARD:
+            elif event.action.type.is_compute:
                 first_backward_s = min(first_backward_s, event.start_s)
                 last_backward_s = max(last_backward_s, event.end_s)
     if not last_backward_s:

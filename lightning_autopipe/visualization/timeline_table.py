@@ -12,13 +12,13 @@ from rich.text import Text
 
 from lightning_autopipe.core.quantities import duration_text, memory_text
 from lightning_autopipe.core.timeline import Timeline
-from lightning_autopipe.visualization.lanes import BarKind, Lane, Ranks, make_lanes
+from lightning_autopipe.visualization.lanes import COMPUTE, BarKind, Lane, Ranks, make_lanes
 from lightning_autopipe.visualization.traffic import LinkUse
 
 _MAX_ROWS = 64
 _MAX_FLOWS = 6
 _SHARES = {
-    "compute": (BarKind.FORWARD, BarKind.FORWARD_SLICE, BarKind.BACKWARD, BarKind.BACKWARD_SLICE),
+    "compute": COMPUTE,
     "reduce": (BarKind.TIED_GRADIENTS, BarKind.GRADIENTS),
     "optimizer": (BarKind.OPTIMIZER,),
 }
@@ -49,7 +49,7 @@ def timeline_table(timeline: Timeline, *, ranks: Ranks = (), max_rows: int = _MA
     for lane in lanes[:max_rows]:
         idle_s = max(0.0, timeline.step_s - lane.busy_s)
         table.add_row(
-            str(lane.stage_index),
+            lane.stages_text,
             *([str(lane.replica_index)] if has_replicas else []),
             str(lane.global_rank),
             *(_seconds_of(lane, kinds) for kinds in shares.values()),

@@ -148,3 +148,28 @@ def test_arrows_lead_to_whoever_has_the_micro_batch_on_the_next_stage() -> None:
     assert len(of_phase(document, "s")) == len(of_phase(document, "f")) == 12
     ends = Counter(event["tid"] - 1 for event in of_phase(document, "f"))
     assert ends == {0: 6, 1: 3, 2: 3}
+
+
+def test_several_timelines_have_processes_threads_and_arrows_of_their_own(timeline: Timeline) -> None:
+    single, document = chrome_trace(timeline), chrome_trace({"predicted": timeline, "measured": timeline})
+    assert list(names(document, "process").values()) == [
+        "predicted · replica 0",
+        "predicted · replica 1",
+        "measured · replica 0",
+        "measured · replica 1",
+    ]
+    threads = names(document, "thread")
+    assert len({thread for _, thread in threads}) == len(threads) == 2 * len(names(single, "thread"))
+    arrows = [event["id"] for event in of_phase(document, "s")]
+    assert len(set(arrows)) == len(arrows) == 2 * len(of_phase(single, "s"))
+    assert set(document["otherData"]["timelines"]) == {"predicted", "measured"}
+
+
+def test_how_long_a_rank_waited_is_told_of_what_it_waited_for() -> None:
+    events = (
+        TimelineEvent(action=Action.parse("0F0"), global_rank=1, start_s=0.0, end_s=1.0),
+        TimelineEvent(action=Action.parse("1F0"), global_rank=0, start_s=2.0, end_s=3.0, waited_s=2.0),
+    )
+    document = chrome_trace(Timeline(events=events, step_s=3.0, bubble_fraction=0.5))
+    waited = {event["name"]: event["args"].get("waited_us") for event in of_phase(document, "X")}
+    assert waited == {"0F0": None, "1F0": 2e6}

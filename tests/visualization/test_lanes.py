@@ -141,3 +141,23 @@ def test_phases_of_other_schedules() -> None:
         "cool-down",
     ]
     assert step_phases(a_timeline(2, 3, schedule=forward_only(2, 3), optimizer_s=0)) == ()
+
+
+def test_a_rank_with_several_stages_has_one_lane() -> None:
+    timeline = of_events(
+        an_event("0F0", 1, 0, 1),
+        an_event("1F0", 0, 1, 2),
+        an_event("2F0", 1, 2, 3),
+        an_event("3F0", 0, 3, 4),
+        an_event("3I0", 0, 4, 5),
+        an_event("3W0", 0, 5, 6),
+    )
+    first, second = make_lanes(timeline)
+    assert (first.label, second.label) == ("stages 0, 2 · rank 1", "stages 1, 3 · rank 0")
+    assert [bar.kind for bar in second.bars] == [
+        BarKind.FORWARD,
+        BarKind.FORWARD,
+        BarKind.BACKWARD_INPUT,
+        BarKind.BACKWARD_WEIGHT,
+    ]
+    assert make_lanes(timeline, ranks=[[1, 0, 1, 0]]) == (first, second)
