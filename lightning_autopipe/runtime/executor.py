@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +21,21 @@ from lightning_autopipe.runtime.transport import Direction, StepPlan, Transport
 
 _MAX_UNRELEASED_SENDS = 4
 """How many messages whose tensors no stash keeps (gradients, activations in evaluation) may be under way at once."""
+
+
+class ExecutionObserver(Protocol):
+    """Is told what an executor did, and when."""
+
+    def ran(self, action: Action, waited_from_s: float, started_s: float, ended_s: float) -> None:
+        """Take note of one action; called on the executor's thread right after it.
+
+        Args:
+            action: A forward or backward, or a part of a backward.
+            waited_from_s: `time.perf_counter()` when the rank turned to the action.
+            started_s: When its input was there.
+            ended_s: When it had ended, with its sends started.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -45,27 +62,35 @@ class StageExecutor:
         """The action that runs, waits or failed; None between steps."""
         self.peak_live_microbatches = 0
         """The largest number of micro-batches between forward and backward at a time, in the last step."""
+        self.observer: ExecutionObserver | None = None
+        """Told of every action; None: no cost."""
         self._transport = transport
         self._live: dict[int, _LiveMicrobatch] = {}
         self._unreleased: deque[tuple[Direction, int]] = deque()
 
-    def run(self, stage: StageForward, schedule: Schedule) -> None:
+    def run(
+        self, stage: StageForward, schedule: Schedule, *, before_last_backward: Callable[[], None] | None = None
+    ) -> None:
         """Run one step to its end, waiting in the transport for what other stages send.
 
         Args:
             stage: Called once for each micro-batch.
             schedule: For all stages, lowered or not. Micro-batches without a backward run under the caller's grad mode
                 and keep nothing.
+            before_last_backward: Called once, when the rank turns to the last action that gives parameter gradients;
+                never where none does.
 
         Raises:
             StageError: The stage's forward or backward raised something else than an `AutoPipeError`.
             CommunicationError: A message did not get through within the transport's limit.
             PlanError: The schedule does not fit.
         """
-        for action in self.advance(stage, schedule):
+        for action in self.advance(stage, schedule, before_last_backward):
             raise AssertionError(f"{action} has no input and this transport does not wait; use InProcessPipeline")
 
-    def advance(self, stage: StageForward, schedule: Schedule) -> Iterator[Action]:
+    def advance(
+        self, stage: StageForward, schedule: Schedule, before_last_backward: Callable[[], None] | None = None
+    ) -> Iterator[Action]:
         """Like `run`, but yield the next action whenever its input has not arrived, so that other stages can run."""
         actions = self._actions(schedule)
         with_backward = {action.microbatch_index for action in actions if action.type is ActionType.BACKWARD}
@@ -78,16 +103,25 @@ class StageExecutor:
             # What crosses without a backward may differ in requires_grad alone.
             signatures={index: (index in with_backward, stage.signature(index)) for index in indices},
         )
+        observer = self.observer
+        last_backward = max((i for i, action in enumerate(actions) if action.type.ends_backward), default=None)
         try:
             self._transport.begin_step(plan)
-            for action in actions:
+            for position, action in enumerate(actions):
                 self.current_action = action
+                waited_from_s = time.perf_counter() if observer is not None else 0.0
+                if position == last_backward and before_last_backward is not None:
+                    before_last_backward()
                 while not self._input_has_arrived(action):
                     yield action
+                values = self._receive(action)
+                started_s = time.perf_counter() if observer is not None else 0.0
                 if action.type is ActionType.FORWARD:
-                    self._forward(stage, action.microbatch_index, keep=action.microbatch_index in with_backward)
+                    self._forward(stage, action.microbatch_index, values, keep=action.microbatch_index in with_backward)
                 else:
-                    self._backward(action.microbatch_index)
+                    self._backward(action.microbatch_index, values)
+                if observer is not None:
+                    observer.ran(action, waited_from_s, started_s, time.perf_counter())
             self._transport.end_step()
             self.current_action = None
         finally:
@@ -120,8 +154,13 @@ class StageExecutor:
 
     # One action ------------------------------------------------------------
 
-    def _forward(self, stage: StageForward, microbatch_index: int, *, keep: bool) -> None:
-        received = () if self._is_first else self._transport.receive(Direction.FORWARD, microbatch_index)
+    def _receive(self, action: Action) -> tuple[Tensor, ...]:
+        """The activations or gradients that an action takes from a neighbour; nothing at the ends of the pipeline."""
+        if action.type is ActionType.FORWARD:
+            return () if self._is_first else self._transport.receive(Direction.FORWARD, action.microbatch_index)
+        return () if self._is_last else self._transport.receive(Direction.BACKWARD, action.microbatch_index)
+
+    def _forward(self, stage: StageForward, microbatch_index: int, received: tuple[Tensor, ...], *, keep: bool) -> None:
         with self._named_errors(microbatch_index, Direction.FORWARD):
             output = stage.forward(microbatch_index, received)
         if self._is_last:
@@ -139,8 +178,7 @@ class StageExecutor:
         self._live[microbatch_index] = _LiveMicrobatch(received, output)
         self.peak_live_microbatches = max(self.peak_live_microbatches, len(self._live))
 
-    def _backward(self, microbatch_index: int) -> None:
-        gradients = () if self._is_last else self._transport.receive(Direction.BACKWARD, microbatch_index)
+    def _backward(self, microbatch_index: int, gradients: tuple[Tensor, ...]) -> None:
         live = self._live.pop(microbatch_index)
         with self._named_errors(microbatch_index, Direction.BACKWARD):
             input_gradients = _run_backward(live, gradients)

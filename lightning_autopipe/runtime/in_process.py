@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_autopipe.core.schedule import Action, Schedule
 from lightning_autopipe.runtime.errors import PipelineRuntimeError
@@ -25,16 +25,31 @@ class InProcessPipeline:
         )
         self._network = network
 
-    def run(self, stages: Sequence[StageForward], schedule: Schedule) -> None:
+    def run(
+        self,
+        stages: Sequence[StageForward],
+        schedule: Schedule,
+        *,
+        before_last_backward: Callable[[], None] | None = None,
+    ) -> None:
         """Run one step on all stages.
+
+        `before_last_backward` is called once, when the last of them turns to its last backward.
 
         Raises:
             PipelineRuntimeError: The stages wait for one another in a circle; or as `StageExecutor.run`.
         """
         assert len(stages) == len(self.executors), (len(stages), len(self.executors))
         self._network.mailboxes.clear()
+        turned: list[int] = []
+
+        def one_more() -> None:
+            turned.append(len(turned))
+            if before_last_backward is not None and len(turned) == len(self.executors):
+                before_last_backward()
+
         running = {
-            executor.stage_index: executor.advance(stage, schedule)
+            executor.stage_index: executor.advance(stage, schedule, one_more)
             for executor, stage in zip(self.executors, stages, strict=True)
         }
         waiting: dict[int, Action] = {}

@@ -29,7 +29,7 @@ from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.runtime.batch import BatchSplit, assume_split, find_split, microbatch_sizes, structure_of
 from lightning_autopipe.runtime.batch_loss import find_rest
 from lightning_autopipe.runtime.deferred_batch_norm import BatchNormStatistics
-from lightning_autopipe.runtime.executor import StageExecutor
+from lightning_autopipe.runtime.executor import ExecutionObserver, StageExecutor
 from lightning_autopipe.runtime.in_process import InProcessPipeline
 from lightning_autopipe.runtime.model_profile import unmeasured_profile
 from lightning_autopipe.runtime.placement import fill_parameters, release_parameters
@@ -101,12 +101,16 @@ class Pipeline:
         self._first_name = _first_names(module)
         self._transport = transport
         self._is_local = transport is None
+        self.observer: ExecutionObserver | None = None
+        """Told of every action that this process runs, of training and evaluation alike; None: no cost."""
         if transport is None:
             self._local = InProcessPipeline(layout.num_stages)
+            self._executors = self._local.executors
         else:
             self._executor = StageExecutor(
                 stage_index=self.stage_index, num_stages=self.num_stages, transport=transport
             )
+            self._executors = (self._executor,)
 
     # ----- planning
 
@@ -333,6 +337,7 @@ class Pipeline:
         training: bool,
         step: int,
         loss_scale: float = 1.0,
+        before_last_backward: Callable[[], None] | None = None,
     ) -> StepOutcome:
         """Run the schedule for one batch. Global random state is afterwards as before.
 
@@ -344,6 +349,8 @@ class Pipeline:
             step: number of the step, which keys its random draws.
             loss_scale: what weighted losses are multiplied by; equal in all replicas. With about one over the total
                 weight, hooks on gradients see them as large as they are on one device.
+            before_last_backward: called once, when this process turns to the last action that gives parameter
+                gradients; never where none does.
         """
         split = self._split_of(step_name, args, kwargs)
         batch = (args, kwargs)
@@ -368,15 +375,19 @@ class Pipeline:
             else contextlib.nullcontext()
         )
         with preserved_random_state(), statistics:
+            for executor in self._executors:
+                executor.observer = self.observer
             if self._is_local:
                 # A stage may write into its batch; in one process the others must not see it.
                 copies = [
                     [tree.map_tensors(Tensor.clone, m) if self.num_stages > 1 else m for m in microbatches]
                     for _ in range(self.num_stages)
                 ]
-                self._local.run([stage_step(index, own) for index, own in enumerate(copies)], schedule)
+                own_steps = [stage_step(index, own) for index, own in enumerate(copies)]
+                self._local.run(own_steps, schedule, before_last_backward=before_last_backward)
             else:
-                self._executor.run(stage_step(self.stage_index, microbatches), schedule)
+                own_step = stage_step(self.stage_index, microbatches)
+                self._executor.run(own_step, schedule, before_last_backward=before_last_backward)
         return outcome
 
     def _split_of(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSplit:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.core.errors import CaptureError, PipelineRuntimeError, PlanError
-from lightning_autopipe.core.schedule import Schedule
+from lightning_autopipe.core.schedule import Action, Schedule
 from lightning_autopipe.runtime.errors import StageError
 from lightning_autopipe.runtime.executor import _in_layout_of
 from lightning_autopipe.runtime.in_process import InProcessPipeline
@@ -243,3 +243,44 @@ def test_backward_runs_without_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         InProcessPipeline(2).run([Watching(is_last=False), Watching(is_last=True)], one_f_one_b(2, 2))
     assert seen == [False] * 4
+
+
+class Notes:
+    """An observer that keeps what it is told, in one list with other events."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.times: list[tuple[float, float, float]] = []
+
+    def ran(self, action: Action, waited_from_s: float, started_s: float, ended_s: float) -> None:
+        self.events.append(str(action))
+        self.times.append((waited_from_s, started_s, ended_s))
+
+
+def test_an_observer_is_told_of_every_action_and_the_callback_comes_before_the_last_backward() -> None:
+    schedule = one_f_one_b(2, 3)
+    pipeline = InProcessPipeline(2)
+    notes = [Notes(), Notes()]
+    for executor, own in zip(pipeline.executors, notes, strict=True):
+        executor.observer = own
+    calls: list[tuple[int, ...]] = []
+    stages = cut([Toy()] * 2, batch(6), 3)
+    pipeline.run(stages, schedule, before_last_backward=lambda: calls.append(tuple(len(own.events) for own in notes)))
+    for own, actions in zip(notes, schedule.actions_by_rank, strict=True):
+        assert own.events == [str(action) for action in actions]
+        times = [time for triple in own.times for time in triple]
+        assert times == sorted(times)
+    assert calls == [(5, 5)]
+    pipeline.run(cut([Toy()] * 2, batch(6), 3, train=False), forward_only(2, 3), before_last_backward=pytest.fail)
+
+
+def test_a_rank_is_called_back_before_its_last_backward() -> None:
+    notes = Notes()
+    executor = InProcessPipeline(1).executors[0]
+    executor.observer = notes
+    executor.run(
+        cut([Toy()], batch(6), 3)[0],
+        one_f_one_b(1, 3),
+        before_last_backward=lambda: notes.events.append("callback"),
+    )
+    assert notes.events == ["0F0", "0B0", "0F1", "0B1", "0F2", "callback", "0B2"]
