@@ -28,7 +28,6 @@ from lightning_autopipe.visualization.lanes import make_lanes
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_SCHEDULES = (*SCHEDULES, sliced.NAME)
 _MAX_ACTIONS = 200_000
 _MAX_SHOWN = 32
 _MS = 1e-3
@@ -48,7 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--microbatches", metavar="M", help="number of micro-batches")
     parser.add_argument("--forward", metavar="MS", help="milliseconds of a forward; or one number a stage, 10,12,11")
     parser.add_argument("--backward", metavar="MS", help="the same of a backward; default: twice the forward")
-    parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(_SCHEDULES)}; default: 1f1b")
+    parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; default: 1f1b")
     parser.add_argument("--depths", metavar="W,W,…", help="depth of the warm-up of each stage (1f1b)")
     parser.add_argument("--sliced", metavar="K", help="first micro-batches that are sliced (sliced_1f1b); default: 1")
     parser.add_argument("--transfer", metavar="MS", help="milliseconds of each message between stages; default: 0")
@@ -152,8 +151,8 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 def _schedule(arguments: argparse.Namespace, num_stages: int, num_microbatches: int) -> Schedule:
     name = arguments.schedule or "1f1b"
-    if name not in _SCHEDULES:
-        raise ConfigurationError(f"there is no schedule {name!r}; --schedule is one of {', '.join(_SCHEDULES)}")
+    if name not in SCHEDULES:
+        raise ConfigurationError(f"there is no schedule {name!r}; --schedule is one of {', '.join(SCHEDULES)}")
     for option, schedule_name in (("depths", "1f1b"), ("sliced", sliced.NAME)):
         if getattr(arguments, option) is not None and name != schedule_name:
             raise ConfigurationError(f"--{option} goes with --schedule {schedule_name}, not with {name}")

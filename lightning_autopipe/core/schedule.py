@@ -171,6 +171,10 @@ class Schedule:
         """The rank, counted within the pipeline, that runs a stage."""
         return stage_index % self.num_ranks
 
+    def stages_of(self, pipeline_rank: int) -> range:
+        """The stages that a rank of the pipeline runs."""
+        return range(pipeline_rank, self.num_stages, self.num_ranks)
+
     @property
     def is_lowered(self) -> bool:
         """True where the lists also hold sends or receives."""

@@ -6,11 +6,14 @@ from lightning_autopipe.schedules.catalog import SCHEDULES, TRAINING_SCHEDULES, 
 from lightning_autopipe.schedules.forward_only import forward_only
 from lightning_autopipe.schedules.gpipe import gpipe
 from lightning_autopipe.schedules.grid import draw_grid
+from lightning_autopipe.schedules.interleaved import interleaved_1f1b
 from lightning_autopipe.schedules.lowering import lower
+from lightning_autopipe.schedules.merging import merged_microbatches
 from lightning_autopipe.schedules.one_f_one_b import default_depths, one_f_one_b
 from lightning_autopipe.schedules.sliced import sliced_one_f_one_b
 from lightning_autopipe.schedules.stash import peak_stash, peak_stash_size, slice_counts
 from lightning_autopipe.schedules.validation import validate
+from lightning_autopipe.schedules.zero_bubble import zero_bubble
 
 __all__ = [
     "SCHEDULES",
@@ -20,11 +23,14 @@ __all__ = [
     "forward_only",
     "get_schedule",
     "gpipe",
+    "interleaved_1f1b",
     "lower",
+    "merged_microbatches",
     "one_f_one_b",
     "peak_stash",
     "peak_stash_size",
     "slice_counts",
     "sliced_one_f_one_b",
     "validate",
+    "zero_bubble",
 ]

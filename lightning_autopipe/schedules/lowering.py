@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.schedule import Action, Schedule
-from lightning_autopipe.schedules.dependencies import caused_send, needed_receive
+from lightning_autopipe.schedules.dependencies import Messages, messages_of
 from lightning_autopipe.schedules.validation import validate
 
 
@@ -14,7 +14,7 @@ def lower(schedule: Schedule) -> Schedule:
     """The schedule with a send after each computation whose result a neighbour needs, and a receive before its use.
 
     Sends stand right behind the computation that gives the value, receives right before the one that takes it; between
-    the two neighbouring computations of a stage (a *gap*) the order of sends and receives is chosen so that the lists
+    the two neighbouring computations of a rank (a *gap*) the order of sends and receives is chosen so that the lists
     cannot deadlock **even if every send blocks until its receive is reached**::
 
         stage 0 |  F0  SA0  F1  SA1  RG0  B0  RG1  B1          SA/RA: activation to / from a neighbour
@@ -27,9 +27,11 @@ def lower(schedule: Schedule) -> Schedule:
     common order in which a send and its receive are one event, and such lists cannot wait in a circle. Where even free
     gaps would wait in a circle, one receive moves to an earlier gap; for 1F1B, GPipe and forwards alone none does.
 
+    Slices that go as one message (see `merged_microbatches`) have one send and one receive of the whole micro-batch.
+
     Who executes the lists may do better than block: start a send and go on, post receives ahead of time, and wait for a
-    value only at the computation that takes it. Between two neighbours and in one direction the order of sends equals
-    the order of receives, so messages need no tags.
+    value only at the computation that takes it. Between two ranks and in one direction the order of sends equals the
+    order of receives, so messages need no tags.
 
     Raises:
         PlanError: the schedule is invalid (see `validate`) or lowered already.
@@ -42,33 +44,36 @@ def lower(schedule: Schedule) -> Schedule:
         name=schedule.name,
         actions_by_rank=tuple(tuple(actions) for actions in lists),
         num_microbatches=schedule.num_microbatches,
+        stages_per_rank=schedule.stages_per_rank,
     )
 
 
 def _run_gaps(schedule: Schedule) -> list[list[Action]]:
-    stages = [_Stage(actions, schedule.num_stages) for actions in schedule.actions_by_rank]
-    while not all(stage.is_finished for stage in stages):
+    messages = messages_of(schedule)
+    ranks = [_Rank(actions, messages) for actions in schedule.actions_by_rank]
+    while not all(rank.is_finished for rank in ranks):
         moved = False
-        for stage in stages:
-            moved |= stage.compute()
-            for action in list(stage.gap):
-                if action.type.is_send and action.counterpart in stages[action.peer_stage_index].gap:
-                    stage.transfer(action)
-                    stages[action.peer_stage_index].transfer(action.counterpart)
+        for rank in ranks:
+            moved |= rank.compute()
+            for action in list(rank.gap):
+                peer = ranks[schedule.pipeline_rank(action.peer_stage_index)]
+                if action.type.is_send and action.counterpart in peer.gap:
+                    rank.transfer(action)
+                    peer.transfer(action.counterpart)
                     moved = True
         if not moved:
             # A valid schedule always has a send here: were all waiting to receive, the computations would be circular.
-            blocked = next(action for stage in stages for action in stage.gap if action.type.is_send)
-            stages[blocked.peer_stage_index].receive_early(blocked.counterpart)
-    return [stage.done for stage in stages]
+            blocked = next(action for rank in ranks for action in rank.gap if action.type.is_send)
+            ranks[schedule.pipeline_rank(blocked.peer_stage_index)].receive_early(blocked.counterpart)
+    return [rank.done for rank in ranks]
 
 
-class _Stage:
-    """One stage while its list is being written: computations in order, transfers in the gaps between them."""
+class _Rank:
+    """One rank while its list is being written: computations in order, transfers in the gaps between them."""
 
-    def __init__(self, actions: tuple[Action, ...], num_stages: int) -> None:
+    def __init__(self, actions: tuple[Action, ...], messages: Messages) -> None:
         self._coming: Iterator[Action] = iter(actions)
-        self._num_stages = num_stages
+        self._messages = messages
         self._received: set[Action] = set()
         self._next: Action | None = None
         self.gap: list[Action] = []
@@ -81,8 +86,8 @@ class _Stage:
 
     def _open_gap(self, after: Action | None) -> None:
         self._next = next(self._coming, None)
-        send = None if after is None else caused_send(after, self._num_stages)
-        receive = None if self._next is None else needed_receive(self._next, self._num_stages)
+        send = None if after is None else self._messages.sends.get(after)
+        receive = None if self._next is None else self._messages.receives.get(self._next)
         self.gap = [action for action in (send, receive) if action is not None and action not in self._received]
 
     def compute(self) -> bool:

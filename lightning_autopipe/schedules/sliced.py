@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.schedule import Action, Schedule
-from lightning_autopipe.schedules._build import backward, check_sizes, forward
+from lightning_autopipe.schedules._build import backward, check_sizes, check_stash_limits, forward
 
 NAME = "sliced_1f1b"
 
@@ -56,7 +57,8 @@ def sliced_one_f_one_b(
             f"{num_microbatches} micro-batches"
         )
     limits = tuple(range(num_stages, 0, -1)) if max_stash is None else tuple(max_stash)
-    _check_limits(limits, num_stages)
+    check_stash_limits(limits, num_stages)
+    _check_order(limits)
     units: list[tuple[int, int | None]] = []
     for index in range(num_microbatches):
         is_sliced = index < num_sliced_first or index >= num_microbatches - num_sliced_last
@@ -82,17 +84,10 @@ def _actions(stage_index: int, units: Sequence[tuple[int, int | None]], limit: f
     return tuple(actions)
 
 
-def _check_limits(limits: Sequence[float], num_stages: int) -> None:
-    if len(limits) != num_stages:
-        raise ConfigurationError(f"max_stash has {len(limits)} values for {num_stages} stages; give one a stage")
-    for stage_index, limit in enumerate(limits):
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 1:
+def _check_order(limits: Sequence[float]) -> None:
+    for stage_index, (before, limit) in enumerate(pairwise(limits), start=1):
+        if limit > before:
             raise ConfigurationError(
-                f"max_stash of stage {stage_index} must be at least 1 micro-batch, got {limit!r}: a stage keeps "
-                "what it runs"
-            )
-        if stage_index > 0 and limit > limits[stage_index - 1]:
-            raise ConfigurationError(
-                f"max_stash of stage {stage_index} is {limit}, allowed is at most the {limits[stage_index - 1]} "
-                f"of stage {stage_index - 1}: both would wait for each other"
+                f"max_stash of stage {stage_index} is {limit}, allowed is at most the {before} of stage "
+                f"{stage_index - 1}: both would wait for each other"
             )

@@ -4,40 +4,53 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product
 
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.schedule import Action, ActionType, Schedule
 from lightning_autopipe.schedules.dependencies import (
+    Messages,
     Progress,
     caused_send,
+    messages_of,
     needed_receive,
     on_stage,
-    remote_dependency,
     run_by_dependencies,
     run_with_blocking_sends,
 )
-from lightning_autopipe.schedules.grid import draw_grid
+from lightning_autopipe.schedules.grid import draw_grid, rank_name
+from lightning_autopipe.schedules.stash import slice_counts
+
+_ROUNDING = 1e-9
+"""Shares of micro-batches, added and taken away again, may leave this much."""
 
 
-def validate(schedule: Schedule, *, max_stash: Sequence[int] | None = None) -> None:
+def validate(schedule: Schedule, *, max_stash: Sequence[float] | None = None) -> None:
     """Checks a schedule, lowered or not; a valid one runs to its end.
 
     - every stage runs the forward of every micro-batch once, and, where there are backwards, each of them once, after
-      its forward;
+      its forward: whole, or its input part and later its weight part;
     - no computations wait for each other in a circle;
     - where ``max_stash`` is given, stage s never holds more than ``max_stash[s]`` micro-batches whose backward is to
-      come;
+      come, in all its parts; a slice counts as its share;
     - a lowered schedule has each send and receive once, the send after the computation that gives the value and the
-      receive before the one that takes it, in equal order at both ends, and runs to its end even if every send blocks
-      until its receive is reached.
+      receive before the one that takes it, slices merged where `merged_microbatches` says so, in equal order at both
+      ends, and runs to its end even if every send blocks until its receive is reached.
 
     Raises:
-        PlanError: one of these does not hold. The message names stage, step (the position in the stage's list, from 0)
-            and micro-batch and draws the schedule with the place marked.
+        PlanError: one of these does not hold. The message names stage, or rank where ranks run several stages, step
+            (the position in the rank's list, from 0) and micro-batch and draws the schedule with the place marked. Or
+            one rank is to run several stages: it would have to send to itself.
     """
+    if schedule.num_ranks == 1 and schedule.stages_per_rank > 1:
+        raise PlanError(
+            f"schedule {schedule.name!r} has {schedule.stages_per_rank} stages on its only rank, which would send to "
+            "itself; let the rank run one stage, or take 2 ranks"
+        )
     _check_each_action(schedule)
-    _check_completeness(schedule)
-    _check_local_order(schedule)
+    messages = messages_of(schedule)
+    _check_completeness(schedule, messages)
+    _check_local_order(schedule, messages)
     if max_stash is not None:
         _check_stash(schedule, max_stash)
     if schedule.is_lowered:
@@ -48,68 +61,74 @@ def validate(schedule: Schedule, *, max_stash: Sequence[int] | None = None) -> N
         _check_finished(schedule, run_by_dependencies(schedule), "")
 
 
-def _fail(schedule: Schedule, stage_index: int, step: int, problem: str) -> PlanError:
-    actions = schedule.actions_by_rank[stage_index]
-    where = f"stage {stage_index}, step {step}"
+def _fail(schedule: Schedule, rank: int, step: int, problem: str) -> PlanError:
+    actions = schedule.actions_by_rank[rank]
+    where = f"{rank_name(schedule, rank)}, step {step}"
     if step < len(actions):
         where += f" ({actions[step]}, micro-batch {actions[step].microbatch_index})"
     else:
         where += " (the end of its list)"
-    grid = draw_grid(schedule, error_at=(stage_index, step))
+    grid = draw_grid(schedule, error_at=(rank, step))
     return PlanError(f"schedule {schedule.name!r} is invalid at {where}: {problem}\n{grid}")
 
 
 def _check_each_action(schedule: Schedule) -> None:
     last = schedule.num_stages - 1
-    for stage_index, actions in enumerate(schedule.actions_by_rank):
+    for rank, actions in enumerate(schedule.actions_by_rank):
         seen: dict[Action, int] = {}
         for step, action in enumerate(actions):
-            if action.stage_index != stage_index:
-                problem = f"the action belongs to stage {action.stage_index}, but is in the list of stage {stage_index}"
-                raise _fail(schedule, stage_index, step, problem)
+            if action.stage_index not in schedule.stages_of(rank):
+                owner, name = action.stage_index, rank_name(schedule, rank)
+                problem = f"the action belongs to stage {owner}, but is in the list of {name}"
+                raise _fail(schedule, rank, step, problem)
             if action.microbatch_index >= schedule.num_microbatches:
                 problem = f"there are {schedule.num_microbatches} micro-batches, 0 to {schedule.num_microbatches - 1}"
-                raise _fail(schedule, stage_index, step, problem)
+                raise _fail(schedule, rank, step, problem)
             if not action.type.is_compute and not 0 <= action.peer_stage_index <= last:
                 problem = f"there is no stage {action.peer_stage_index} to exchange with; stages are 0 to {last}"
-                raise _fail(schedule, stage_index, step, problem)
+                raise _fail(schedule, rank, step, problem)
             if action in seen:
-                raise _fail(schedule, stage_index, step, f"the action was there before, at step {seen[action]}")
+                raise _fail(schedule, rank, step, f"the action was there before, at step {seen[action]}")
             seen[action] = step
 
 
-def _check_completeness(schedule: Schedule) -> None:
-    everything = {action for actions in schedule.actions_by_rank for action in actions}
-    has_backward = any(action.type is ActionType.BACKWARD for action in everything)
-    types = (ActionType.FORWARD, ActionType.BACKWARD) if has_backward else (ActionType.FORWARD,)
+def _check_completeness(schedule: Schedule, messages: Messages) -> None:
+    found = {action for actions in schedule.actions_by_rank for action in actions}
+    has_backward = any(action.type.is_compute and action.type is not ActionType.FORWARD for action in found)
     # Stage 0 says which micro-batches are sliced, and how; all other stages and the backwards follow it.
     units = _units_of_first_stage(schedule)
-    is_lowered = schedule.is_lowered
-    for stage_index, actions in enumerate(schedule.actions_by_rank):
+    for rank, actions in enumerate(schedule.actions_by_rank):
         expected: dict[Action, None] = {}  # in the order in which a missing one is named
-        for action_type in types:
-            for unit in units:
-                compute = on_stage(unit, action_type, stage_index)
-                expected[compute] = None
-                if is_lowered:
-                    send = caused_send(compute, schedule.num_stages)
-                    receive = needed_receive(compute, schedule.num_stages)
-                    expected.update({transfer: None for transfer in (send, receive) if transfer is not None})
+        for stage_index in schedule.stages_of(rank):
+            computations = [on_stage(unit, ActionType.FORWARD, stage_index) for unit in units]
+            if has_backward:
+                computations += [part for unit in units for part in _backward_parts(unit, stage_index, found)]
+            for computation in computations:
+                expected[computation] = None
+                if schedule.is_lowered:
+                    transfers = messages.sends.get(computation), messages.receives.get(computation)
+                    expected.update({transfer: None for transfer in transfers if transfer is not None})
         for step, action in enumerate(actions):
             if action not in expected:
-                raise _fail(schedule, stage_index, step, "nothing in the rest of the schedule belongs to this action")
-        found = set(actions)
+                raise _fail(schedule, rank, step, "nothing in the rest of the schedule belongs to this action")
         missing = next((action for action in expected if action not in found), None)
         if missing is not None:
             problem = f"{missing} (micro-batch {missing.microbatch_index}) is missing from the stage's list"
-            raise _fail(schedule, stage_index, len(actions), problem)
+            raise _fail(schedule, rank, len(actions), problem)
+
+
+def _backward_parts(unit: Action, stage_index: int, found: set[Action]) -> list[Action]:
+    """The backward of a unit on a stage: in two parts where one of them is there, else whole."""
+    parts = [on_stage(unit, part, stage_index) for part in (ActionType.BACKWARD_INPUT, ActionType.BACKWARD_WEIGHT)]
+    is_split = any(part in found for part in parts)
+    return parts if is_split else [on_stage(unit, ActionType.BACKWARD, stage_index)]
 
 
 def _units_of_first_stage(schedule: Schedule) -> list[Action]:
     """The forwards that there have to be on stage 0: whole micro-batches, or slices 0, 1, … of them."""
     slices: dict[int, set[int | None]] = defaultdict(set)
     for action in schedule.actions_by_rank[0]:
-        if action.type is ActionType.FORWARD:
+        if action.type is ActionType.FORWARD and action.stage_index == 0:
             slices[action.microbatch_index].add(action.slice_index)
     units = []
     for microbatch_index in range(schedule.num_microbatches):
@@ -138,70 +157,78 @@ def _units_of_first_stage(schedule: Schedule) -> list[Action]:
     return units
 
 
-def _check_local_order(schedule: Schedule) -> None:
-    is_lowered = schedule.is_lowered
-    for stage_index, actions in enumerate(schedule.actions_by_rank):
+def _check_local_order(schedule: Schedule, messages: Messages) -> None:
+    computation_of = {send: computation for computation, send in messages.sends.items()}
+    for rank, actions in enumerate(schedule.actions_by_rank):
         done: set[Action] = set()
         for step, action in enumerate(actions):
             needed: list[Action | None] = []
-            if action.type is ActionType.BACKWARD:
-                needed.append(on_stage(action, ActionType.FORWARD, stage_index))
-            if action.type.is_compute and is_lowered:
-                needed.append(needed_receive(action, schedule.num_stages))
-            if action.type is ActionType.SEND_ACTIVATION:
-                needed.append(on_stage(action, ActionType.FORWARD, stage_index))
-            if action.type is ActionType.SEND_GRADIENT:
-                needed.append(on_stage(action, ActionType.BACKWARD, stage_index))
+            if action.type.needs_gradient:
+                needed.append(on_stage(action, ActionType.FORWARD, action.stage_index))
+            if action.type is ActionType.BACKWARD_WEIGHT:
+                needed.append(on_stage(action, ActionType.BACKWARD_INPUT, action.stage_index))
+            if action.type.is_compute and schedule.is_lowered:
+                needed.append(messages.receives.get(action))
+            if action.type.is_send:
+                needed.append(computation_of[action])
             for other in needed:
                 if other is not None and other not in done:
-                    raise _fail(schedule, stage_index, step, f"it needs {other}, which the stage runs only later")
+                    raise _fail(schedule, rank, step, f"it needs {other}, which the stage runs only later")
             done.add(action)
 
 
-def _check_stash(schedule: Schedule, max_stash: Sequence[int]) -> None:
+def _check_stash(schedule: Schedule, max_stash: Sequence[float]) -> None:
     if len(max_stash) != schedule.num_stages:
         raise PlanError(f"max_stash has {len(max_stash)} values, but the schedule has {schedule.num_stages} stages")
-    for stage_index, actions in enumerate(schedule.actions_by_rank):
-        alive = 0
+    num_slices = slice_counts(schedule)
+    alive = [0.0] * schedule.num_stages
+    for rank, actions in enumerate(schedule.actions_by_rank):
         for step, action in enumerate(actions):
-            alive += (action.type is ActionType.FORWARD) - (action.type is ActionType.BACKWARD)
-            if alive > max_stash[stage_index]:
-                problem = f"{alive} micro-batches are in flight, allowed are {max_stash[stage_index]}"
-                raise _fail(schedule, stage_index, step, problem)
+            stage_index, share = action.stage_index, 1 / num_slices[action.microbatch_index]
+            alive[stage_index] += share * ((action.type is ActionType.FORWARD) - action.type.ends_backward)
+            if alive[stage_index] > max_stash[stage_index] + _ROUNDING:
+                problem = f"{alive[stage_index]:g} micro-batches are in flight, allowed are {max_stash[stage_index]:g}"
+                raise _fail(schedule, rank, step, problem)
 
 
 def _check_channel_order(schedule: Schedule) -> None:
-    """Between two neighbours and in one direction, the n-th send and the n-th receive are for the same value."""
-    for stage_index, actions in enumerate(schedule.actions_by_rank):
-        for send_type in (ActionType.SEND_ACTIVATION, ActionType.SEND_GRADIENT):
-            sends = [action for action in actions if action.type is send_type]
-            if not sends:
-                continue
-            peer = sends[0].peer_stage_index
-            receive_type = sends[0].counterpart.type
-            receives = [action for action in schedule.actions_by_rank[peer] if action.type is receive_type]
-            for send, receive in zip(sends, receives, strict=True):
-                if send.counterpart != receive:
-                    step = actions.index(send)
-                    problem = f"stage {peer} receives {receive} at this place of the sequence: messages have no tags"
-                    raise _fail(schedule, stage_index, step, problem)
+    """Between two ranks and in one direction, the n-th send and the n-th receive are for the same value."""
+    for sender, receiver in product(range(schedule.num_ranks), repeat=2):
+        sends = _transfers(schedule, sender, receiver, is_send=True)
+        receives = _transfers(schedule, receiver, sender, is_send=False)
+        for (step, send), (_, receive) in zip(sends, receives, strict=True):
+            if send.counterpart != receive:
+                name = rank_name(schedule, receiver)
+                problem = f"{name} receives {receive} at this place of the sequence: messages have no tags"
+                raise _fail(schedule, sender, step, problem)
+
+
+def _transfers(schedule: Schedule, rank: int, peer: int, *, is_send: bool) -> list[tuple[int, Action]]:
+    """Sends or receives of a rank whose other end is ``peer``, with their steps."""
+    return [
+        (step, action)
+        for step, action in enumerate(schedule.actions_by_rank[rank])
+        if (action.type.is_send if is_send else action.type.is_receive)
+        and schedule.pipeline_rank(action.peer_stage_index) == peer
+    ]
 
 
 def _check_finished(schedule: Schedule, progress: Progress, how: str) -> None:
-    stuck = [
-        stage_index
-        for stage_index, actions in enumerate(schedule.actions_by_rank)
-        if progress.position(stage_index) < len(actions)
-    ]
+    stuck = [rank for rank, actions in enumerate(schedule.actions_by_rank) if progress.position(rank) < len(actions)]
     if not stuck:
         return
     waits = []
-    for stage_index in stuck:
-        action = schedule.actions_by_rank[stage_index][progress.position(stage_index)]
-        waits.append(f"stage {stage_index} stands at {action} and waits for {_awaited(schedule, action)}")
+    for rank in stuck:
+        action = schedule.actions_by_rank[rank][progress.position(rank)]
+        waits.append(f"{rank_name(schedule, rank)} stands at {action} and waits for {_awaited(schedule, action)}")
     problem = f"deadlock: {how}no stage can go on: " + "; ".join(waits)
     raise _fail(schedule, stuck[0], progress.position(stuck[0]), problem)
 
 
-def _awaited(schedule: Schedule, action: Action) -> Action | None:
-    return remote_dependency(action, schedule.num_stages) if action.type.is_compute else action.counterpart
+def _awaited(schedule: Schedule, action: Action) -> Action:
+    if not action.type.is_compute:
+        return action.counterpart
+    receive = needed_receive(action, schedule.num_stages)
+    assert receive is not None, f"{action} waits for nobody"
+    others = schedule.actions_by_rank[schedule.pipeline_rank(receive.peer_stage_index)]
+    return next(other for other in others if caused_send(other, schedule.num_stages) == receive.counterpart)

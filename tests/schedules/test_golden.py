@@ -10,6 +10,7 @@ import pytest
 from lightning_autopipe.core import ConfigurationError
 from lightning_autopipe.schedules import (
     SCHEDULES,
+    TRAINING_SCHEDULES,
     draw_grid,
     forward_only,
     get_schedule,
@@ -108,7 +109,8 @@ def test_the_docstring_of_lowering_shows_what_it_gives() -> None:
 
 
 def test_a_schedule_is_found_by_its_name() -> None:
-    assert set(SCHEDULES) == {"1f1b", "gpipe", "forward_only"}
+    assert set(SCHEDULES) == {"1f1b", "gpipe", "sliced_1f1b", "interleaved_1f1b", "zero_bubble", "forward_only"}
+    assert TRAINING_SCHEDULES == SCHEDULES[:-1]
     for name in SCHEDULES:
         assert get_schedule(name, 2, 2).name == name
     with pytest.raises(ConfigurationError, match="no schedule 'zb'; set schedule= to one of 1f1b, gpipe"):

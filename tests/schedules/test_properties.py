@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_autopipe.core import Action, ActionType, Schedule
 from lightning_autopipe.schedules import SCHEDULES, get_schedule, lower, one_f_one_b, peak_stash, validate
-from lightning_autopipe.schedules.dependencies import remote_dependency, run_with_blocking_sends
+from lightning_autopipe.schedules.dependencies import caused_send, needed_receive, run_with_blocking_sends
 
 NUM_STAGES = range(1, 7)
 NUM_MICROBATCHES = range(1, 10)
@@ -102,8 +102,8 @@ def valid_schedules(draw: st.DrawFn) -> Schedule:
 
 
 def _can_run(action: Action, done: set[Action], num_stages: int) -> bool:
-    remote = remote_dependency(action, num_stages)
-    if remote is not None and remote not in done:
+    receive = needed_receive(action, num_stages)
+    if receive is not None and receive.counterpart not in {caused_send(other, num_stages) for other in done}:
         return False
     forward = Action.parse(str(action).replace("B", "F"))
     return action.type is ActionType.FORWARD or forward in done

@@ -21,7 +21,7 @@ def written(*lists: str, num_microbatches: int = 2) -> Schedule:
 
 def problem_of(schedule: Schedule, **options: list[int]) -> str:
     with pytest.raises(PlanError) as caught:
-        validate(schedule, **options)  # type: ignore[arg-type]
+        validate(schedule, **options)
     return str(caught.value)
 
 
