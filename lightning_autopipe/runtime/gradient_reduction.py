@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_autopipe.runtime.errors import CommunicationError
+from lightning_autopipe.runtime.gradient_buckets import Sums
+from lightning_autopipe.runtime.step_reduction import StepReduction
 
-_NO_GRADIENT, _DENSE, _SPARSE = 0, 1, 2
-_MAX_BUCKETS_UNDER_WAY = 2
+BUCKET_BYTES = 4 * 2**20
+"""Small, so that over slow links much of a sum is under way before the backward has ended."""
 
 
 class GradientReducer:
     """Sums `parameter.grad` over a group, in flat buckets.
 
-    The members first agree on which gradients exist. One that no member has stays None (an optimizer decays the weight
-    of a zero gradient but skips None); one that some member has is summed, with zeros from the others.
+    The members agree on which gradients exist. One that no member has stays None (an optimizer decays the weight of a
+    zero gradient but skips None); one that some member has is summed, with zeros from the others.
+
+    A reduction is `arm`, the last backward, `start` and `finish`. From `arm` on, buckets are summed while the backward
+    goes on, each as soon as it is full and those before it are on their way; all members have the same buckets in the
+    same order: those of the gradients that the reduction before has found. Without `arm` all is summed after `start`,
+    with the same result. `reduce` is `start` and `finish` at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, name: str, bucket_bytes: int = 25 * 2**20) -> None:
-        """Reduce over `group`, all members of which pass the same parameters in the same order to `reduce`.
+    def __init__(self, group: dist.ProcessGroup, *, name: str, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Reduce over `group`, all members of which pass the same parameters in the same order.
 
         Args:
             group: The processes.
@@ -31,12 +38,64 @@ class GradientReducer:
             bucket_bytes: Gradients of one dtype are joined to messages of about this size.
         """
         self.num_reductions = 0
-        """How often `reduce` has summed over more than one process."""
+        """How often gradients were summed over more than one process."""
         self.num_collectives = 0
         """How many collectives that took."""
+        self.num_early = 0
+        """How many of them were under way before `start`."""
         self._group = group
         self._name = name
         self._bucket_bytes = bucket_bytes
+        self._expected: tuple[str, ...] = ()
+        self._under_way: StepReduction | None = None
+
+    def arm(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Sum buckets from now on as backward fills them; no gradient changes between that and `start`.
+
+        Args:
+            parameters: Those to be reduced, in the order in which a forward uses them.
+        """
+        if self._is_alone(parameters):
+            return
+        self.disarm()
+        self._under_way = self._begin(parameters)
+        self._under_way.watch(self._named_errors)
+
+    def disarm(self) -> None:
+        """Give up what was begun: stop watching a backward that has failed, or forget sums that nobody asked for."""
+        if self._under_way is not None:
+            self._under_way.unwatch()
+            self._under_way = None
+
+    def start(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Start what is not yet under way, when backwards have ended.
+
+        Raises:
+            CommunicationError: A connection broke.
+        """
+        if self._is_alone(parameters):
+            return
+        step = self._under_way = self._under_way or self._begin(parameters)
+        step.unwatch()
+        self.num_early += step.num_collectives
+        with self._named_errors():
+            step.start()
+
+    def finish(self) -> Sums:
+        """Wait for the sums of the started reduction, and give them by name.
+
+        Raises:
+            CommunicationError: A member did not join within the group's limit, or its connection broke.
+        """
+        step, self._under_way = self._under_way, None
+        if step is None:
+            return {}
+        with self._named_errors():
+            sums = step.finish()
+        self._expected = step.expected_next
+        self.num_reductions += 1
+        self.num_collectives += step.num_collectives
+        return sums
 
     def reduce(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace every parameter's gradient by the sum over the group.
@@ -44,20 +103,20 @@ class GradientReducer:
         Raises:
             CommunicationError: A member did not join within the group's limit, or its connection broke.
         """
-        if not parameters or dist.get_world_size(self._group) == 1:
-            return
-        self.num_reductions += 1
+        self.start(parameters)
+        for name, gradient in self.finish().items():
+            parameters[name].grad = gradient
+
+    def _is_alone(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        return not parameters or dist.get_world_size(self._group) == 1
+
+    def _begin(self, parameters: Mapping[str, nn.Parameter]) -> StepReduction:
+        return StepReduction(parameters, group=self._group, expected=self._expected, bucket_bytes=self._bucket_bytes)
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
         try:
-            kinds = self._agree_on_kinds(list(parameters.values()))
-            dense = []
-            for parameter, kind in zip(parameters.values(), kinds, strict=True):
-                if kind == _SPARSE:
-                    self._reduce_sparse(parameter)
-                elif kind == _DENSE:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    dense.append(parameter.grad)
-            self._reduce_dense(dense)
+            yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -65,69 +124,3 @@ class GradientReducer:
                 f"global rank {dist.get_rank()}: the sum of gradients over {self._name} "
                 f"(global ranks {dist.get_process_group_ranks(self._group)}) failed: {error}"
             ) from error
-
-    def _agree_on_kinds(self, parameters: Sequence[nn.Parameter]) -> list[int]:
-        kinds = torch.tensor([_kind(parameter) for parameter in parameters], dtype=torch.uint8)
-        kinds = kinds.to(parameters[0].device)
-        self._all_reduce(kinds, dist.ReduceOp.MAX).wait()
-        return [int(kind) for kind in kinds.tolist()]
-
-    def _reduce_sparse(self, parameter: nn.Parameter) -> None:
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        gradient = gradient.to_sparse(1).coalesce() if gradient.layout is torch.strided else gradient.coalesce()
-        self._all_reduce(gradient, dist.ReduceOp.SUM).wait()
-        parameter.grad = gradient
-
-    def _reduce_dense(self, gradients: Sequence[Tensor]) -> None:
-        under_way: deque[tuple[list[Tensor], Tensor, dist.Work]] = deque()
-        for bucket in self._buckets(gradients):
-            flat = _flatten(bucket)
-            under_way.append((bucket, flat, self._all_reduce(flat, dist.ReduceOp.SUM)))
-            if len(under_way) >= _MAX_BUCKETS_UNDER_WAY:
-                _finish(*under_way.popleft())
-        while under_way:
-            _finish(*under_way.popleft())
-
-    def _buckets(self, gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for gradient in gradients:
-            by_kind.setdefault((gradient.dtype, gradient.device), []).append(gradient)
-        for same_kind in by_kind.values():
-            bucket: list[Tensor] = []
-            num_bytes = 0
-            for gradient in same_kind:
-                size = gradient.numel() * gradient.element_size()
-                if bucket and num_bytes + size > self._bucket_bytes:
-                    yield bucket
-                    bucket, num_bytes = [], 0
-                bucket.append(gradient)
-                num_bytes += size
-            yield bucket
-
-    def _all_reduce(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> dist.Work:
-        self.num_collectives += 1
-        work: dist.Work | None = dist.all_reduce(tensor, operation, group=self._group, async_op=True)
-        assert work is not None, "this rank is not in the group"
-        return work
-
-
-def _kind(parameter: nn.Parameter) -> int:
-    if parameter.grad is None:
-        return _NO_GRADIENT
-    return _DENSE if parameter.grad.layout is torch.strided else _SPARSE
-
-
-def _flatten(bucket: Sequence[Tensor]) -> Tensor:
-    """The gradients as one vector; a single large one in place, without a copy."""
-    flats = [gradient.detach().reshape(-1) for gradient in bucket]
-    return flats[0] if len(flats) == 1 else torch.cat(flats)
-
-
-def _finish(bucket: Sequence[Tensor], flat: Tensor, work: dist.Work) -> None:
-    work.wait()
-    offset = 0
-    for gradient in bucket:
-        part = flat[offset : offset + gradient.numel()].view(gradient.shape)
-        offset += gradient.numel()
-        if part.data_ptr() != gradient.data_ptr():
-            gradient.detach().copy_(part)

@@ -1,4 +1,4 @@
-"""A step's gradients, from the end of its schedule to the optimizer.
+"""A step's gradients, from its schedule to the optimizer.
 
 Lightning calls ``zero_grad`` after ``training_step`` and before ``backward``. The schedule back-propagates inside
 ``training_step``; gradients that it left in ``parameter.grad`` would be zeroed. So they are taken out there, and put in
@@ -7,7 +7,9 @@ by the strategy's ``backward``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +21,13 @@ from lightning_autopipe.runtime.tied_parameters import TiedParameters
 class GradientLedger:
     """The gradients of one rank's parameters.
 
-    A step is ``set_aside``, the schedule, ``take_new``, and later ``commit``. Over replicas and ties gradients are
-    summed once for each optimizer step: right after the schedule where nothing was accumulated before, so that a stage
-    reduces while earlier stages still compute; else in the last commit, all that was accumulated at once.
+    A step is its `schedule`, and later `commit`. Over replicas and ties gradients are summed once for each optimizer
+    step. Where nothing was accumulated before, that begins in the last backward of the schedule, so that a stage
+    reduces while its backward goes on and while earlier stages still compute; the last commit waits for the sums. Else
+    they are summed in the last commit, all that was accumulated at once.
 
     Args:
-        parameters: This rank's own, by (first) name.
+        parameters: This rank's own, by (first) name, in the order in which a forward uses them.
         replicas: Sums over the replicas of this stage; None where there is one.
         ties: Sums over the stages that share parameters; None where none are shared.
     """
@@ -39,20 +42,17 @@ class GradientLedger:
         self._parameters = dict(parameters)
         self._replicas = replicas
         self._ties = ties
-        self._kept: dict[str, Tensor | None] = {}
+        self._untied = {name: p for name, p in self._parameters.items() if ties is None or name not in ties}
         self._new: dict[str, Tensor] = {}
         self._has_new = False
         self._is_new_reduced = False
         self._holds_unreduced = False
 
-    def set_aside(self) -> None:
-        """Takes accumulated gradients out of the schedule's way."""
-        self._kept = {name: parameter.grad for name, parameter in self._parameters.items()}
-        for parameter in self._parameters.values():
-            parameter.grad = None
+    @contextlib.contextmanager
+    def schedule(self, *, reduce: bool) -> Iterator[Callable[[], None] | None]:
+        """A context in which a schedule back-propagates; accumulated gradients are out of its way.
 
-    def take_new(self, *, reduce: bool) -> None:
-        """Takes what the schedule left, and puts back what was set aside.
+        Gives what the schedule is to call before the last backward on this rank, if anything.
 
         Args:
             reduce: Whether an optimizer step follows, not another batch to accumulate.
@@ -60,15 +60,26 @@ class GradientLedger:
         Raises:
             CommunicationError: another rank did not join the reduction.
         """
+        kept = {name: parameter.grad for name, parameter in self._parameters.items()}
+        for parameter in self._parameters.values():
+            parameter.grad = None
         self._is_new_reduced = reduce and not self._holds_unreduced
-        if self._is_new_reduced:
-            self._reduce()
+        replicas = self._replicas if self._is_new_reduced else None
+        try:
+            yield None if replicas is None else partial(replicas.arm, self._untied)
+            if replicas is not None:
+                replicas.start(self._untied)
+        except BaseException:
+            if replicas is not None:
+                replicas.disarm()
+            raise
+        if self._is_new_reduced and self._ties is not None:
+            self._ties.reduce(self._parameters)
         self._new = {}
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._new[name] = parameter.grad
-            parameter.grad = self._kept.get(name)
-        self._kept = {}
+            parameter.grad = kept[name]
         self._has_new = True
 
     def commit(self, *, divisor: float, reduce: bool) -> None:
@@ -82,6 +93,8 @@ class GradientLedger:
             CommunicationError: another rank did not join the reduction.
         """
         assert self._has_new, "Lightning called backward without a training_step before it"
+        if self._is_new_reduced and self._replicas is not None:
+            self._new.update(self._replicas.finish())
         with torch.no_grad():
             for name, gradient in self._new.items():
                 parameter = self._parameters[name]
@@ -102,10 +115,7 @@ class GradientLedger:
 
     def _reduce(self) -> None:
         """Sums ``parameter.grad`` over all ranks that hold a parameter, in place."""
-        ties = self._ties
-        if ties is not None:
-            ties.reduce(self._parameters)
+        if self._ties is not None:
+            self._ties.reduce(self._parameters)
         if self._replicas is not None:
-            self._replicas.reduce(
-                {name: parameter for name, parameter in self._parameters.items() if ties is None or name not in ties}
-            )
+            self._replicas.reduce(self._untied)

@@ -188,7 +188,7 @@ class PipelineSession:
             if layout.num_replicas > 1:
                 name = f"the replicas of stage {self.communicator.stage_index}"
                 replicas = GradientReducer(self._groups.stage, name=name)
-        own = {name: p for name, p in self.module.named_parameters() if not is_absent(p)}
+        own = self.pipeline.in_order_of_use({name: p for name, p in self.module.named_parameters() if not is_absent(p)})
         self._uncounted = {
             id(parameter) for name, parameter in own.items() if self._ties and not self._ties.is_counted(name)
         }
@@ -219,12 +219,20 @@ class PipelineSession:
     def run_training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int, reduce: bool) -> Any:
         """Runs forward and backward of one batch; the gradients wait for `commit_gradients`."""
         assert self._ledger is not None
-        self._ledger.set_aside()
-        with self._running(TRAINING_STEP), self.metrics.step(self.recorder.step_metrics):
+        with (
+            self._ledger.schedule(reduce=reduce) as before_last_backward,
+            self._running(TRAINING_STEP),
+            self.metrics.step(self.recorder.step_metrics),
+        ):
             outcome = self.pipeline.run(
-                TRAINING_STEP, args, kwargs, training=True, step=step, loss_scale=self._loss_scale
+                TRAINING_STEP,
+                args,
+                kwargs,
+                training=True,
+                step=step,
+                loss_scale=self._loss_scale,
+                before_last_backward=before_last_backward,
             )
-        self._ledger.take_new(reduce=reduce)
         result = self._exchange(outcome, training=True)
         self._gradient_divisor = outcome.gradient_divisor(result.total_weight)
         self._note_total_weight(result.total_weight)

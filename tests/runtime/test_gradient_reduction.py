@@ -9,13 +9,10 @@ from torch import Tensor, nn
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.layout import ParallelLayout
-from lightning_autopipe.runtime.executor import StageExecutor
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
 from lightning_autopipe.runtime.process_groups import create_process_groups
 from lightning_autopipe.runtime.tied_parameters import TiedParameters
-from lightning_autopipe.schedules import one_f_one_b
 from tests.harness import run_processes
-from tests.runtime.toy import Toy, assert_same_gradients, batch, cut, gradients, reference
 
 
 def reduce_mixed_gradients(bucket_bytes: int) -> tuple[dict[str, Any], int, int]:
@@ -71,30 +68,6 @@ def test_sums_what_exists_and_leaves_none(bucket_bytes: int) -> None:
     num_collectives = {result[2] for result in results}
     # the bitmap, two sparse ones, and one bucket a dtype or one a gradient (the scalar and the empty one fit in one)
     assert num_collectives == ({5} if bucket_bytes > 16 else {1 + 2 + 1 + 4})
-
-
-def train_with_replicas(num_stages: int, num_microbatches: int) -> tuple[dict[str, Tensor | None], int, int]:
-    layout = ParallelLayout(num_stages=num_stages, num_replicas=2)
-    groups = create_process_groups(layout, timeout_s=20)
-    transport = groups.transport(torch.device("cpu"))
-    executor = StageExecutor(stage_index=groups.stage_index, num_stages=num_stages, transport=transport)
-    reducer = GradientReducer(groups.stage, name=f"the replicas of stage {groups.stage_index}")
-    toy, ids = Toy(), batch(2 * num_microbatches)
-    part = ids.tensor_split(2)[groups.replica_index]
-    stage = cut([toy] * num_stages, part, num_microbatches, total=len(ids))[groups.stage_index]
-    executor.run(stage, one_f_one_b(num_stages, num_microbatches))
-    reducer.reduce(dict(toy.named_parameters()))
-    return gradients(toy), reducer.num_reductions, reducer.num_collectives
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 2, 8])
-def test_each_stage_reduces_once_whatever_the_microbatches(num_microbatches: int) -> None:
-    results = run_processes(4, train_with_replicas, 2, num_microbatches)
-    _, expected = reference(Toy(), batch(2 * num_microbatches))
-    assert [result[1:] for result in results] == [(1, 2)] * 4  # one bitmap, one bucket
-    for last, first in ((0, 1), (2, 3)):
-        of_last, of_first = results[last][0], results[first][0]
-        assert_same_gradients({k: v if v is not None else of_first[k] for k, v in of_last.items()}, expected)
 
 
 def train_tied() -> list[dict[str, Tensor]]:

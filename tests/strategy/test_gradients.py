@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_autopipe.strategy.gradients import GradientLedger
 
@@ -11,12 +13,26 @@ class TwoReplicas:
 
     def __init__(self) -> None:
         self.num_reductions = 0
+        self.num_armed = 0
+        self._gradients: dict[str, Tensor] = {}
+
+    def arm(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.num_armed += 1
+
+    def disarm(self) -> None:
+        self.num_armed -= 1
+
+    def start(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+    def finish(self) -> dict[str, Tensor]:
+        self.num_reductions += 1
+        return {name: 2 * gradient for name, gradient in self._gradients.items()}
 
     def reduce(self, parameters: dict[str, nn.Parameter]) -> None:
-        self.num_reductions += 1
-        for parameter in parameters.values():
-            if parameter.grad is not None:
-                parameter.grad *= 2
+        self.start(parameters)
+        for name, gradient in self.finish().items():
+            parameters[name].grad = gradient
 
 
 def parameters() -> dict[str, nn.Parameter]:
@@ -26,10 +42,11 @@ def parameters() -> dict[str, nn.Parameter]:
 def step(
     ledger: GradientLedger, named: dict[str, nn.Parameter], value: float, *, reduce: bool, batches: int, weight: float
 ) -> None:
-    ledger.set_aside()
-    assert all(parameter.grad is None for parameter in named.values())
-    named["used"].grad = torch.full((2,), value)
-    ledger.take_new(reduce=reduce)
+    with ledger.schedule(reduce=reduce) as before_last_backward:
+        assert all(parameter.grad is None for parameter in named.values())
+        if before_last_backward is not None:
+            before_last_backward()
+        named["used"].grad = torch.full((2,), value)
     ledger.commit(divisor=weight * batches, reduce=reduce)
 
 
@@ -37,9 +54,9 @@ def test_zero_grad_between_schedule_and_backward_loses_nothing() -> None:
     named = parameters()
     ledger = GradientLedger(named, replicas=None, ties=None)
     named["used"].grad = torch.full((2,), 99.0)
-    ledger.set_aside()
-    named["used"].grad = torch.full((2,), 6.0)
-    ledger.take_new(reduce=True)
+    with ledger.schedule(reduce=True) as before_last_backward:
+        named["used"].grad = torch.full((2,), 6.0)
+    assert before_last_backward is None
     assert float(named["used"].grad[0]) == 99.0
     for parameter in named.values():
         parameter.grad = None
@@ -60,6 +77,16 @@ def test_one_reduction_for_each_optimizer_step() -> None:
     step(ledger, named, 4.0, reduce=False, batches=2, weight=2.0)
     assert replicas.num_reductions == 1
     step(ledger, named, 8.0, reduce=True, batches=2, weight=4.0)
-    assert replicas.num_reductions == 2
+    assert (replicas.num_reductions, replicas.num_armed) == (2, 1)  # never early where something was accumulated
     assert float(named["used"].grad[0]) == 2 * (4.0 / 2 / 2 + 8.0 / 4 / 2)  # type: ignore[index]
     assert named["unused"].grad is None
+
+
+def test_a_failed_schedule_leaves_nothing_watched() -> None:
+    replicas = TwoReplicas()
+    ledger = GradientLedger(parameters(), replicas=replicas, ties=None)  # type: ignore[arg-type]
+    with contextlib.suppress(ValueError), ledger.schedule(reduce=True) as before_last_backward:
+        assert before_last_backward is not None
+        before_last_backward()
+        raise ValueError("in a backward")
+    assert replicas.num_armed == 0
