@@ -275,6 +275,11 @@ class Pipeline:
         """Names (each of a tied parameter's) of the parameters that a stage uses."""
         return frozenset(name for name in self._first_name if stage_index in self._owners(name))
 
+    def in_order_of_use(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Give the same parameters in the order in which the planned step first uses them."""
+        position = {name: index for index, name in enumerate(self.store.owners)}
+        return dict(sorted(named.items(), key=lambda item: position.get(item[0], len(position))))
+
     def owned_buffers(self, stage_index: int) -> frozenset[str]:
         """Names of the buffers that the step writes on this stage; all others are equal on every stage."""
         names = (name for name, _ in self.module.named_buffers())
