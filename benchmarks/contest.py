@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.module_stage import ModuleStage, seconds_alone, split_units
+from benchmarks.module_stage import ModuleStage, seconds_alone, unit_shares
 from benchmarks.namespaces import enter_namespace
 from benchmarks.peers.torch_pipelining import TorchPipeline, stages_of
 from benchmarks.replayed_stage import ReplayedStage
@@ -269,8 +269,8 @@ class OurPipeline:
         if self._replayed is not None:
             self._replayed.begin(self._batch, self._entry.num_microbatches)
             return self._replayed
-        units = split_units(self._batch, self._entry.num_microbatches, self._slices.__getitem__)
-        return ModuleStage(self.module, loss=mean_square if self._is_last else None, units=units)
+        shares = unit_shares(self._batch, self._slices)
+        return ModuleStage(self.module, loss=mean_square if self._is_last else None, shares=shares)
 
     def alone(self) -> tuple[int, tuple[Seconds, ...]]:
         """The stage, and what it takes for a micro-batch and for its slices, without others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,45 +21,37 @@ class ModuleStage:
     Args:
         module: the stage.
         loss: of a unit's result and its targets; None: not the last stage.
-        units: the batch's share of each unit (micro-batch, slice), on all stages: others than the first count samples.
+        shares: of the batch, one for each unit, on all stages: others than the first count samples.
     """
 
-    def __init__(self, module: nn.Module, *, loss: Loss | None, units: dict[tuple[int, int | None], Tensor]) -> None:
-        self.module, self._loss, self._units = module, loss, units
-        self._num_samples = sum(len(share) for share in units.values())
+    def __init__(self, module: nn.Module, *, loss: Loss | None, shares: Sequence[Tensor]) -> None:
+        self._module, self._loss, self._shares = module, loss, shares
+        self._num_samples = sum(len(share) for share in shares)
 
-    def signature(self, microbatch_index: int, slice_index: int | None = None) -> Hashable:
-        return len(self._units[microbatch_index, slice_index])
+    def signature(self, unit_index: int) -> Hashable:
+        return len(self._shares[unit_index])
 
-    def forward(
-        self, microbatch_index: int, received: tuple[Tensor, ...], slice_index: int | None = None
-    ) -> StageOutput:
-        share = self._units[microbatch_index, slice_index]
-        output = self.module(received[0] if received else share)
+    def forward(self, unit_index: int, received: tuple[Tensor, ...]) -> StageOutput:
+        share = self._shares[unit_index]
+        output = self._module(received[0] if received else share)
         if self._loss is None:
             return StageOutput(sent=(output,))
         loss = self._loss(output, torch.zeros(len(share), 1))
         return StageOutput(loss=loss * (len(share) / self._num_samples))
 
 
-def split_units(
-    batch: Tensor, num_microbatches: int, sliced: Callable[[int], int]
-) -> dict[tuple[int, int | None], Tensor]:
-    """The batch's share of each unit.
+def unit_shares(batch: Tensor, slices: Sequence[int]) -> list[Tensor]:
+    """The batch's share of each unit: of micro-batches of equal size, or of their slices.
 
     Args:
         batch: ``[samples, ...]``.
-        num_microbatches: of equal size.
-        sliced: how many slices a micro-batch has; 1 for none.
+        slices: in how many slices each micro-batch runs; 1 for whole ones.
     """
-    units: dict[tuple[int, int | None], Tensor] = {}
-    for index, microbatch in enumerate(batch.chunk(num_microbatches)):
-        number = sliced(index)
-        if number == 1:
-            units[index, None] = microbatch
-        else:
-            units.update(((index, part), share) for part, share in enumerate(microbatch.chunk(number)))
-    return units
+    return [
+        share
+        for microbatch, number in zip(batch.chunk(len(slices)), slices, strict=True)
+        for share in ((microbatch,) if number == 1 else microbatch.chunk(number))
+    ]
 
 
 def seconds_alone(module: nn.Module, *, inputs: Tensor, is_first: bool, loss: Loss | None, num_repeats: int) -> Seconds:

@@ -55,12 +55,12 @@ class ReplayedStage:
         """Begin a step."""
         self._shares = batch.chunk(num_microbatches)
 
-    def signature(self, microbatch_index: int) -> Hashable:
-        return len(self._shares[microbatch_index])
+    def signature(self, unit_index: int) -> Hashable:
+        return len(self._shares[unit_index])
 
-    def forward(self, microbatch_index: int, received: tuple[Tensor, ...]) -> StageOutput:
-        key = DrawKey(seed=0, step=0, replica_index=0, microbatch_index=microbatch_index)
-        ran = self._program.run(self._step, (self._shares[microbatch_index],), {}, received, key)
+    def forward(self, unit_index: int, received: tuple[Tensor, ...]) -> StageOutput:
+        key = DrawKey(seed=0, step=0, replica_index=0, microbatch_index=unit_index)
+        ran = self._program.run(self._step, (self._shares[unit_index],), {}, received, key)
         if self._program.is_last:
             return StageOutput(loss=ran.result / len(self._shares))
         return StageOutput(sent=tuple(ran.sent))

@@ -40,6 +40,10 @@ class Seconds:
         """The whole backward."""
         return self.input + self.weight
 
+    def times(self, share: float) -> Seconds:
+        """So many times as long."""
+        return Seconds(share * self.forward, share * self.input, share * self.weight)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sleeping:
@@ -64,9 +68,10 @@ class Sleeping:
 
 
 class _SleepingStage(nn.Module):
-    """Its backward is a fork behind a join that takes no time: one branch to what came in, one to the parameter.
+    """Its backward is a fork: a sum of two numbers, of which one leads to what came in, the other to the parameter.
 
-    So whoever splits backwards in two, by whichever way through the graph, sleeps for each part once.
+    So whoever splits backwards in two sleeps for each part once. The sum is one of torch's own operations, as custom
+    functions compute all their gradients at once.
     """
 
     def __init__(self, model: Sleeping, *, is_first: bool, is_last: bool) -> None:
@@ -81,8 +86,8 @@ class _SleepingStage(nn.Module):
         num_samples = values.shape[0]
         seconds = self._seconds[num_samples]
         source = self.source if self._is_first else values
-        branches = (_Branch.apply(source, seconds.input), _Branch.apply(self.weight, seconds.weight))
-        output: Tensor = _Join.apply(*branches, seconds.forward, (num_samples, self._width), values.device)
+        fork = _Branch.apply(source, seconds.input) + _Branch.apply(self.weight, seconds.weight)
+        output: Tensor = _Forward.apply(fork, seconds.forward, (num_samples, self._width))
         return output
 
 
@@ -98,28 +103,25 @@ class _Branch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         if ctx.seconds:
             time.sleep(ctx.seconds)
-        return gradients[0].new_zeros(()).expand(ctx.shape) if not ctx.shape else _empty(gradients[0], ctx.shape), None
+        return _unread(gradients[0], ctx.shape), None
 
 
-class _Join(torch.autograd.Function):
+class _Forward(torch.autograd.Function):
     """Sleeps in its forward; its backward takes no time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, first: Tensor, second: Tensor, seconds: float, shape: tuple[int, ...], device: torch.device
-    ) -> Tensor:
+    def forward(ctx: Any, fork: Tensor, seconds: float, shape: tuple[int, ...]) -> Tensor:
         time.sleep(seconds)
-        return torch.zeros(shape, device=device) if shape[-1] == 1 else torch.empty(shape, device=device)
+        return _unread(fork, shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        zero = gradients[0].new_zeros(())
-        return zero, zero, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].new_zeros(()), None, None
 
 
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Nobody reads the numbers."""
-    return torch.empty(shape, device=like.device)
+def _unread(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of a shape; nobody reads the numbers of large ones."""
+    return like.new_empty(shape) if shape and shape[-1] > 1 else like.new_zeros(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
