@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "profile_files": ("core",),
     "capture": ("core",),
     "profiling": ("core", "capture"),
-    "runtime": ("core", "capture"),
+    "runtime": ("core", "schedules", "capture"),
     "visualization": ("core",),
     "strategy": LOWER_LAYERS,
     # Runs the files of strategy under another name.

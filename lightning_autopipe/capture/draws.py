@@ -18,16 +18,18 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawKey:
-    """What the draws of one micro-batch are keyed by."""
+    """What the draws of one micro-batch, or of one slice of it, are keyed by."""
 
     seed: int
     step: int
     replica_index: int
     microbatch_index: int
+    slice_index: int | None = None
 
     def derive(self, *place: int | str) -> int:
         """Give a 63-bit seed for one place (a layer, a draw) of this micro-batch."""
-        text = f"{self.seed}/{self.step}/{self.replica_index}/{self.microbatch_index}/{'/'.join(map(str, place))}"
+        unit = f"{self.microbatch_index}" if self.slice_index is None else f"{self.microbatch_index}.{self.slice_index}"
+        text = f"{self.seed}/{self.step}/{self.replica_index}/{unit}/{'/'.join(map(str, place))}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -16,11 +16,13 @@ class StageError(PipelineRuntimeError):
         *,
         stage_index: int | None = None,
         microbatch_index: int | None = None,
+        slice_index: int | None = None,
         direction: str | None = None,
     ) -> None:
         super().__init__(message)
         self.stage_index = stage_index
         self.microbatch_index = microbatch_index
+        self.slice_index = slice_index
         self.direction = direction
 
 
@@ -37,10 +39,12 @@ class CommunicationError(PipelineRuntimeError):
         stage_index: int | None = None,
         peer_stage_index: int | None = None,
         microbatch_index: int | None = None,
+        slice_index: int | None = None,
         direction: str | None = None,
     ) -> None:
         super().__init__(message)
         self.stage_index = stage_index
         self.peer_stage_index = peer_stage_index
         self.microbatch_index = microbatch_index
+        self.slice_index = slice_index
         self.direction = direction

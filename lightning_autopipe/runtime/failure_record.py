@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_autopipe.runtime.errors import CommunicationError
+from lightning_autopipe.runtime.units import unit_name
 
 _BROKEN_CONNECTION = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|timed out waiting|broken pipe|socket", re.IGNORECASE
@@ -25,6 +26,7 @@ class Failure:
     global_rank: int
     stage_index: int | None
     microbatch_index: int | None = None
+    slice_index: int | None = None
     direction: str | None = None
     message: str
     traceback: str = ""
@@ -37,6 +39,7 @@ class Failure:
             global_rank=global_rank,
             stage_index=stage_index if own_stage_index is None else own_stage_index,
             microbatch_index=_known(error, "microbatch_index"),
+            slice_index=_known(error, "slice_index"),
             direction=_known(error, "direction"),
             message=f"{type(error).__name__}: {error}",
             traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
@@ -56,7 +59,7 @@ class Failure:
         if self.stage_index is not None:
             where += f", stage {self.stage_index}"
         if self.microbatch_index is not None:
-            where += f", micro-batch {self.microbatch_index}"
+            where += f", {unit_name((self.microbatch_index, self.slice_index))}"
         if self.direction is not None:
             where += f", {self.direction}"
         return f"{where}: {self.message}"

@@ -18,7 +18,7 @@ class InProcessPipeline:
     """
 
     def __init__(self, num_stages: int) -> None:
-        network = MemoryNetwork(num_stages)
+        network = MemoryNetwork()
         self.executors = tuple(
             StageExecutor(stage_index=index, num_stages=num_stages, transport=network.transport(index))
             for index in range(num_stages)

@@ -9,77 +9,75 @@ from torch import Tensor
 
 from lightning_autopipe.runtime.errors import CommunicationError
 from lightning_autopipe.runtime.tensor_spec import SpecBook, TensorSpec
-from lightning_autopipe.runtime.transport import Direction, StepPlan
+from lightning_autopipe.runtime.transport import Crossing, Direction, Message, StepPlan
 
 
 class MemoryNetwork:
     """The mailboxes between the stages of one pipeline."""
 
-    def __init__(self, num_stages: int) -> None:
-        self.num_stages = num_stages
-        self.mailboxes: dict[tuple[Direction, int, int], tuple[Tensor, ...]] = {}
-        """By direction, receiving stage and micro-batch."""
+    def __init__(self) -> None:
+        self.mailboxes: dict[tuple[Direction, Crossing], tuple[Tensor, ...]] = {}
+        """What was sent and not received yet."""
 
-    def transport(self, stage_index: int) -> MemoryTransport:
-        """The connections of one stage."""
-        return MemoryTransport(self, stage_index)
+    def transport(self, pipeline_rank: int) -> MemoryTransport:
+        """The connections of one rank of the pipeline."""
+        return MemoryTransport(self, pipeline_rank)
 
 
 class MemoryTransport:
     """A `Transport` by copies in one process; a receiver sees what it would see of a message between processes."""
 
-    def __init__(self, network: MemoryNetwork, stage_index: int) -> None:
+    def __init__(self, network: MemoryNetwork, pipeline_rank: int) -> None:
         self._network = network
-        self._stage_index = stage_index
+        self._pipeline_rank = pipeline_rank
         self._book = SpecBook()
-        self._expected_gradients: dict[int, int] = {}
+        self._num_gradients: dict[Crossing, int] = {}
         self._plan = StepPlan(activation_order=(), gradient_order=(), signatures={})
 
     def begin_step(self, plan: StepPlan) -> None:
         self._plan = plan
-        self._expected_gradients.clear()
+        self._num_gradients.clear()
 
-    def send(self, direction: Direction, microbatch_index: int, tensors: Sequence[Tensor]) -> None:
-        specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
-        if direction is Direction.FORWARD:
-            signature = self._plan.signatures[microbatch_index]
-            if self._book.get(signature) is None:
-                self._book.add(signature, specs)
-            self._book.check(signature, specs)
-        elif not tensors:
-            return
-        peer = self._stage_index + (1 if direction is Direction.FORWARD else -1)
-        self._network.mailboxes[direction, peer, microbatch_index] = tuple(
-            _copy(tensor).requires_grad_(spec.requires_grad and direction is Direction.FORWARD)
-            for tensor, spec in zip(tensors, specs, strict=True)
-        )
+    def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
+        is_forward = direction is Direction.FORWARD
+        for crossing, tensors in zip(message, values, strict=True):
+            if is_forward:
+                signature = crossing.cut_index, self._plan.signatures[crossing.unit]
+                if self._book.get(signature) is None:
+                    self._book.add(signature, tuple(TensorSpec.of(tensor) for tensor in tensors))
+                self._num_gradients[crossing] = len(self._book.check(signature, tensors).gradients)
+            if is_forward or tensors:
+                self._network.mailboxes[direction, crossing] = tuple(
+                    _copy(tensor).requires_grad_(tensor.requires_grad and is_forward) for tensor in tensors
+                )
 
-    def release(self, direction: Direction, microbatch_index: int) -> None:
+    def release(self, direction: Direction, crossing: Crossing) -> None:
         pass  # the receiver has a copy
 
-    def expect_gradients(self, microbatch_index: int, specs: Sequence[TensorSpec]) -> None:
-        self._expected_gradients[microbatch_index] = len(specs)
+    def expect_gradients(self, crossing: Crossing) -> None:
+        pass  # known since they were sent
 
-    def has_arrived(self, direction: Direction, microbatch_index: int) -> bool:
-        if direction is Direction.BACKWARD and not self._expected_gradients[microbatch_index]:
-            return True
-        return (direction, self._stage_index, microbatch_index) in self._network.mailboxes
+    def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
+        return self._comes_without(direction, crossing) or (direction, crossing) in self._network.mailboxes
 
-    def receive(self, direction: Direction, microbatch_index: int) -> tuple[Tensor, ...]:
-        if direction is Direction.BACKWARD and not self._expected_gradients[microbatch_index]:
+    def receive(self, direction: Direction, crossing: Crossing) -> tuple[Tensor, ...]:
+        if self._comes_without(direction, crossing):
             return ()
-        key = (direction, self._stage_index, microbatch_index)
-        if key not in self._network.mailboxes:
+        if (direction, crossing) not in self._network.mailboxes:
             raise CommunicationError(
-                f"stage {self._stage_index}: no {direction.value} message of micro-batch {microbatch_index} is there",
-                stage_index=self._stage_index,
-                microbatch_index=microbatch_index,
+                f"rank {self._pipeline_rank} of the pipeline: no {direction.value} message of {crossing} is there",
+                stage_index=crossing.cut_index + (direction is Direction.FORWARD),
+                microbatch_index=crossing.microbatch_index,
+                slice_index=crossing.slice_index,
                 direction=direction.value,
             )
-        return self._network.mailboxes.pop(key)
+        return self._network.mailboxes.pop((direction, crossing))
 
     def end_step(self) -> None:
         pass
+
+    def _comes_without(self, direction: Direction, crossing: Crossing) -> bool:
+        return direction is Direction.BACKWARD and not self._num_gradients[crossing]
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
-"""One direction of the traffic between two neighbouring stages, over a process group."""
+"""One direction of the traffic between two neighbouring ranks, over a process group."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -14,62 +13,68 @@ from torch import Tensor
 
 from lightning_autopipe.runtime.errors import CommunicationError
 from lightning_autopipe.runtime.tensor_spec import TensorSpec
-from lightning_autopipe.runtime.transport import Direction
+from lightning_autopipe.runtime.transport import Crossing, Direction, Message
 from lightning_autopipe.runtime.wire import Wire
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """This stage's end of the connection to one neighbour, for one direction of traffic."""
+    """This rank's end of the connection to one neighbour, for one direction of traffic.
+
+    Calls the group itself: what `dist.isend` adds (checks, looking ranks up) costs as much as the message.
+    """
 
     group: dist.ProcessGroup
     direction: Direction
-    stage_index: int
-    peer_stage_index: int
     peer_global_rank: int
+    peer_group_rank: int
     timeout_s: float
     host_waits: bool
     """Whether waiting stops the host, as with gloo; with NCCL only the current stream waits."""
+    limit: timedelta = field(init=False)
 
-    def isend(self, buffer: Tensor, microbatch_index: int, tag: int = 0) -> dist.Work:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limit", timedelta(seconds=self.timeout_s))
+
+    def isend(self, buffer: Tensor, crossing: Crossing, tag: int = 0) -> dist.Work:
         """Start to send a buffer, which must stay as it is until the work is done."""
-        with self._named_errors(microbatch_index, "send"):
-            return _checked(dist.isend(buffer, self.peer_global_rank, group=self.group, tag=tag))
+        try:
+            return self.group.send([buffer], self.peer_group_rank, tag)
+        except RuntimeError as error:
+            raise self._failure(error, crossing, "send") from error
 
-    def irecv(self, buffer: Tensor, microbatch_index: int, tag: int = 0) -> dist.Work:
+    def irecv(self, buffer: Tensor, crossing: Crossing, tag: int = 0) -> dist.Work:
         """Start to receive into a buffer."""
-        with self._named_errors(microbatch_index, "receive"):
-            return _checked(dist.irecv(buffer, self.peer_global_rank, group=self.group, tag=tag))
+        try:
+            return self.group.recv([buffer], self.peer_group_rank, tag)
+        except RuntimeError as error:
+            raise self._failure(error, crossing, "receive") from error
 
-    def wait(self, work: dist.Work, microbatch_index: int, what: str) -> None:
+    def wait(self, work: dist.Work, crossing: Crossing, what: str) -> None:
         """Wait for a send or receive ("send", "receive"), within the limit."""
-        with self._named_errors(microbatch_index, what):
+        try:
             if self.host_waits:
-                work.wait(timedelta(seconds=self.timeout_s))
+                work.wait(self.limit)
             else:
                 work.wait()  # with a limit the host would wait too; the group's own limit watches over it
-
-    @contextlib.contextmanager
-    def _named_errors(self, microbatch_index: int, what: str) -> Iterator[None]:
-        try:
-            yield
         except RuntimeError as error:
-            noun = "activations" if self.direction is Direction.FORWARD else "gradients"
-            verb, preposition = ("sending", "to") if what == "send" else ("receiving", "from")
-            raise CommunicationError(
-                f"stage {self.stage_index} (global rank {dist.get_rank()}): {verb} the {noun} of micro-batch "
-                f"{microbatch_index} {preposition} stage {self.peer_stage_index} (global rank {self.peer_global_rank}) "
-                f"failed (limit: timeout = {self.timeout_s:g} s): {error}",
-                stage_index=self.stage_index,
-                peer_stage_index=self.peer_stage_index,
-                microbatch_index=microbatch_index,
-                direction=self.direction.value,
-            ) from error
+            raise self._failure(error, crossing, what) from error
 
-
-def _checked(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is not in the traffic group"
-    return work
+    def _failure(self, error: RuntimeError, crossing: Crossing, what: str) -> CommunicationError:
+        is_send = what == "send"
+        noun = "activations" if self.direction is Direction.FORWARD else "gradients"
+        verb, preposition = ("sending", "to") if is_send else ("receiving", "from")
+        stages = crossing.cut_index, crossing.cut_index + 1
+        own, peer = stages if is_send == (self.direction is Direction.FORWARD) else stages[::-1]
+        return CommunicationError(
+            f"stage {own} (global rank {dist.get_rank()}): {verb} the {noun} of {crossing} {preposition} stage {peer} "
+            f"(global rank {self.peer_global_rank}) failed (limit: timeout = {self.timeout_s:g} s): {error}",
+            stage_index=own,
+            peer_stage_index=peer,
+            microbatch_index=crossing.microbatch_index,
+            slice_index=crossing.slice_index,
+            direction=self.direction.value,
+        )
 
 
 class SendChannel:
@@ -78,90 +83,125 @@ class SendChannel:
     def __init__(self, link: Link, wire: Wire) -> None:
         self._link = link
         self._wire = wire
-        self._pending: dict[int, list[tuple[dist.Work, Tensor]]] = {}
+        self._pending: dict[Crossing, list[tuple[dist.Work, Tensor]]] = {}
 
-    def send(self, microbatch_index: int, tensors: Sequence[Tensor]) -> None:
-        """Start to send the tensors of a micro-batch; empty ones need no message."""
-        buffers = [self._wire.outgoing(tensor) for tensor in tensors if tensor.numel()]
-        self._pending[microbatch_index] = [(self._link.isend(buffer, microbatch_index), buffer) for buffer in buffers]
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Start to send the tensors of a message; empty ones need no transfer."""
+        works = []
+        for tensor in tensors:
+            if tensor.numel():
+                buffer = self._wire.outgoing(tensor)
+                works.append((self._link.isend(buffer, message[0]), buffer))
+        for crossing in message:
+            self._pending[crossing] = works
 
-    def release(self, microbatch_index: int) -> None:
-        """Wait until the tensors of a micro-batch are out, and let go of them."""
-        for work, _buffer in self._pending.pop(microbatch_index, ()):
-            self._link.wait(work, microbatch_index, "send")
+    def release(self, crossing: Crossing) -> None:
+        """Wait until the message with a crossing is out, and let go of its tensors."""
+        works = self._pending.pop(crossing, None)
+        while works:
+            self._link.wait(works[0][0], crossing, "send")
+            del works[0]  # the other crossings of the message share the list
 
     def release_all(self) -> None:
         """Wait for everything."""
-        for microbatch_index in list(self._pending):
-            self.release(microbatch_index)
+        for crossing in list(self._pending):
+            self.release(crossing)
 
 
-@dataclass(slots=True)
 class _Posted:
-    tensors: tuple[Tensor, ...]
-    buffers: list[tuple[dist.Work, Tensor, Tensor]]  # work, buffer, target
+    """A message whose receives are posted: the tensors of each crossing, and what is to be waited for."""
+
+    __slots__ = ("buffers", "is_taken", "values")
+
+    def __init__(self) -> None:
+        self.values: dict[Crossing, tuple[Tensor, ...]] = {}
+        self.buffers: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, buffer, target
+        self.is_taken = False
 
 
 class ReceiveChannel:
-    """Receives messages in the order in which the peer sends them, posting receives up to `window` messages ahead.
+    """Receives messages in the order in which the peer sends them, posting receives up to a window ahead.
 
     gloo moves a message only once its receive is posted, so posting early is what hides the transfer behind
     computation; the window bounds the memory that waits for data.
+
+    Every message gets new memory. What a stage received is the user's: a view of it may be kept in a list, in a metric
+    or by autograd beyond the unit's backward, and nothing tells when the last one is gone. torch's allocators hand the
+    block of the last message out again as it is; a pool here would save nothing that could be measured.
     """
 
-    def __init__(self, link: Link, wire: Wire, *, device: torch.device, window: int) -> None:
+    def __init__(self, link: Link, wire: Wire, *, device: torch.device) -> None:
         self._link = link
         self._wire = wire
         self._device = device
-        self._window = window
-        self._order: deque[int] = deque()
-        self._posted: dict[int, _Posted] = {}
-        self._specs_of: Callable[[int, bool], Sequence[TensorSpec] | None] = lambda microbatch_index, wait: None
+        self._window = 0
+        self._order: deque[Message] = deque()
+        self._posted: dict[Crossing, _Posted] = {}
+        self._num_ahead = 0
+        self._specs_of: Callable[[Crossing, bool], Sequence[TensorSpec] | None] = lambda crossing, wait: None
 
-    def begin(self, order: Sequence[int], specs_of: Callable[[int, bool], Sequence[TensorSpec] | None]) -> None:
+    def begin(
+        self,
+        order: Sequence[Message],
+        specs_of: Callable[[Crossing, bool], Sequence[TensorSpec] | None],
+        *,
+        window: int,
+    ) -> None:
         """Begin a step.
 
         Args:
-            order: Micro-batches in the order in which the peer sends them.
-            specs_of: Gives what will come for a micro-batch, asked in that order; None while it is not known and the
+            order: Messages in the order in which the peer sends them.
+            specs_of: Gives what will come for a crossing, asked in that order; None while it is not known and the
                 second argument does not say to wait for it.
+            window: Messages whose receives are posted ahead.
         """
         self._order = deque(order)
         self._specs_of = specs_of
+        self._window = window
         self.post_ahead()
 
     def post_ahead(self) -> None:
         """Post the receives that the window allows and whose specs are known."""
-        while self._order and len(self._posted) < self._window:
-            specs = self._specs_of(self._order[0], False)
-            if specs is None:
+        while self._order and self._num_ahead < self._window:
+            if not self._post_next(wait=False):
                 return
-            self._post(self._order.popleft(), specs)
 
-    def receive(self, microbatch_index: int) -> tuple[Tensor, ...]:
-        """Wait for the message of a micro-batch; the tensors' requires_grad is as in its specs."""
-        while microbatch_index not in self._posted:
-            # Beyond the window only where the two stages' orders differ: what comes before is sent before.
-            assert microbatch_index in self._order, (microbatch_index, self._order)
-            following = self._order.popleft()
-            specs = self._specs_of(following, True)
-            assert specs is not None
-            self._post(following, specs)
-        posted = self._posted.pop(microbatch_index)
-        self.post_ahead()
-        for work, buffer, target in posted.buffers:
-            self._link.wait(work, microbatch_index, "receive")
-            self._wire.arrived(buffer, target)
-        return posted.tensors
+    def receive(self, crossing: Crossing) -> tuple[Tensor, ...]:
+        """Wait for the message with a crossing; the tensors' requires_grad is as in their specs."""
+        while crossing not in self._posted:
+            # Beyond the window only where the orders of the two differ: what comes before is sent before.
+            assert self._order, crossing
+            self._post_next(wait=True)
+        posted = self._posted.pop(crossing)
+        if not posted.is_taken:
+            posted.is_taken = True
+            self._num_ahead -= 1
+            self.post_ahead()
+            for work, buffer, target in posted.buffers:
+                self._link.wait(work, crossing, "receive")
+                self._wire.arrived(buffer, target)
+            posted.buffers.clear()
+        return posted.values.pop(crossing)
 
-    def _post(self, microbatch_index: int, specs: Sequence[TensorSpec]) -> None:
-        targets = [spec.empty(self._device) for spec in specs]
-        buffers = []
-        for target in targets:
-            if target.numel():
-                buffer = self._wire.incoming(target)
-                buffers.append((self._link.irecv(buffer, microbatch_index), buffer, target))
-        self._posted[microbatch_index] = _Posted(
-            tuple(target.requires_grad_(spec.requires_grad) for target, spec in zip(targets, specs, strict=True)),
-            buffers,
-        )
+    def _post_next(self, *, wait: bool) -> bool:
+        message = self._order[0]
+        specs = []
+        for crossing in message:
+            known = self._specs_of(crossing, wait)
+            if known is None:
+                return False
+            specs.append(known)
+        self._order.popleft()
+        posted = _Posted()
+        for crossing, own in zip(message, specs, strict=True):
+            posted.values[crossing] = tuple([self._post(spec, crossing, posted) for spec in own])
+            self._posted[crossing] = posted
+        self._num_ahead += 1
+        return True
+
+    def _post(self, spec: TensorSpec, crossing: Crossing, posted: _Posted) -> Tensor:
+        target = spec.empty(self._device)
+        if target.numel():
+            buffer = self._wire.incoming(target)
+            posted.buffers.append((self._link.irecv(buffer, crossing), buffer, target))
+        return target.requires_grad_() if spec.requires_grad else target

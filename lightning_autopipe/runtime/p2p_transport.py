@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,11 +11,11 @@ from torch import Tensor
 from lightning_autopipe.runtime.errors import PipelineRuntimeError
 from lightning_autopipe.runtime.p2p_channel import Link, ReceiveChannel, SendChannel
 from lightning_autopipe.runtime.p2p_header import HeaderReceiver, HeaderSender
-from lightning_autopipe.runtime.tensor_spec import SpecBook, TensorSpec
-from lightning_autopipe.runtime.transport import Direction, StepPlan
+from lightning_autopipe.runtime.tensor_spec import CrossingSpecs, SpecBook, TensorSpec
+from lightning_autopipe.runtime.transport import Crossing, Direction, Message, StepPlan
 from lightning_autopipe.runtime.wire import wire_for
 
-_WARM_UP = -1
+_WARM_UP_INDEX = -1
 """Stands for the micro-batch in errors of `warm_up`."""
 
 
@@ -24,7 +23,7 @@ class P2PTransport:
     """A `Transport` whose neighbours are other processes: gloo for CPU tensors, NCCL or staged gloo for CUDA tensors.
 
     Activations and gradients have process groups of their own, and sends never wait for their receiver, so neither
-    direction holds up the other. Receives are posted ahead, up to `receive_window` messages in each direction. What
+    direction holds up the other. Receives are posted ahead, as many as the schedule lets the sender run ahead. What
     will cross a cut is told in a header, once for each signature.
     """
 
@@ -38,56 +37,58 @@ class P2PTransport:
         header_group: dist.ProcessGroup,
         device: torch.device,
         timeout_s: float,
-        receive_window: int = 2,
+        stages_per_rank: int = 1,
     ) -> None:
-        """Connect a stage to its neighbours.
+        """Connect a rank to its neighbours.
 
         Args:
-            stage_index: This process's stage.
-            pipeline_ranks: Global ranks of the pipeline's stages 0, 1, ...
+            stage_index: This process's (first) stage, which is its place in the pipeline.
+            pipeline_ranks: Global ranks of the pipeline, by their first stages 0, 1, ...
             forward_group: For activations; has all the pipeline's ranks and no other traffic.
             backward_group: For gradients; likewise.
             header_group: A gloo group for headers; may be `forward_group` if that is gloo.
             device: Where received tensors live.
             timeout_s: Limit of every wait. With NCCL the groups' own timeout is what limits.
-            receive_window: Messages whose receives are posted ahead.
+            stages_per_rank: With several the pipeline is a circle: the last rank sends to the first.
         """
         assert dist.get_backend(header_group) == "gloo", "headers are CPU tensors"
         self._device = device
+        self._stage_index = stage_index
         self._is_in_step = False
         self._plan = StepPlan(activation_order=(), gradient_order=(), signatures={})
         self._sent_book, self._received_book = SpecBook(), SpecBook()
-        self._gradient_specs: dict[int, tuple[TensorSpec, ...]] = {}
+        self._sent_specs: dict[Crossing, CrossingSpecs] = {}
+        self._expected: set[Crossing] = set()
         self._senders: dict[Direction, SendChannel] = {}
         self._receivers: dict[Direction, ReceiveChannel] = {}
         self._header_sender: HeaderSender | None = None
         self._header_receiver: HeaderReceiver | None = None
+        num_ranks = len(pipeline_ranks)
+        is_circle = stages_per_rank > 1 and num_ranks > 1
 
-        def link(direction: Direction, group: dist.ProcessGroup, peer_stage_index: int) -> Link:
+        def link(direction: Direction, group: dist.ProcessGroup, peer: int) -> Link:
+            global_rank = pipeline_ranks[peer % num_ranks]
             return Link(
                 group=group,
                 direction=direction,
-                stage_index=stage_index,
-                peer_stage_index=peer_stage_index,
-                peer_global_rank=pipeline_ranks[peer_stage_index],
+                peer_global_rank=global_rank,
+                peer_group_rank=dist.get_group_rank(group, global_rank),
                 timeout_s=timeout_s,
                 host_waits=dist.get_backend(group) == "gloo",
             )
 
-        def sender(direction: Direction, group: dist.ProcessGroup, peer_stage_index: int) -> SendChannel:
-            return SendChannel(link(direction, group, peer_stage_index), wire_for(device, group))
+        def sender(direction: Direction, group: dist.ProcessGroup, peer: int) -> SendChannel:
+            return SendChannel(link(direction, group, peer), wire_for(device, group))
 
-        def receiver(direction: Direction, group: dist.ProcessGroup, peer_stage_index: int) -> ReceiveChannel:
-            return ReceiveChannel(
-                link(direction, group, peer_stage_index), wire_for(device, group), device=device, window=receive_window
-            )
+        def receiver(direction: Direction, group: dist.ProcessGroup, peer: int) -> ReceiveChannel:
+            return ReceiveChannel(link(direction, group, peer), wire_for(device, group), device=device)
 
-        if stage_index > 0:
+        if stage_index > 0 or is_circle:
             previous = stage_index - 1
             self._receivers[Direction.FORWARD] = receiver(Direction.FORWARD, forward_group, previous)
             self._header_receiver = HeaderReceiver(link(Direction.FORWARD, header_group, previous))
             self._senders[Direction.BACKWARD] = sender(Direction.BACKWARD, backward_group, previous)
-        if stage_index < len(pipeline_ranks) - 1:
+        if stage_index < num_ranks - 1 or is_circle:
             following = stage_index + 1
             self._senders[Direction.FORWARD] = sender(Direction.FORWARD, forward_group, following)
             self._header_sender = HeaderSender(link(Direction.FORWARD, header_group, following))
@@ -103,14 +104,21 @@ class P2PTransport:
             CommunicationError: A neighbour cannot be reached.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        spec = (TensorSpec.of(byte),)
+        specs = (TensorSpec.of(byte),)
+        before, behind = (Crossing(cut, _WARM_UP_INDEX) for cut in (self._stage_index - 1, self._stage_index))
         for direction in Direction:  # one after the other: each is a chain
-            if direction in self._receivers:
-                self._receivers[direction].begin([_WARM_UP], lambda microbatch_index, wait: spec)
-                self._receivers[direction].receive(_WARM_UP)
-            if direction in self._senders:
-                self._senders[direction].send(_WARM_UP, [byte])
-                self._senders[direction].release(_WARM_UP)
+            received, sent = (before, behind) if direction is Direction.FORWARD else (behind, before)
+            receiver, sender = self._receivers.get(direction), self._senders.get(direction)
+            if receiver is not None:
+                receiver.begin([(received,)], lambda crossing, wait: specs, window=1)
+            if sender is not None and self._stage_index == 0:
+                sender.send((sent,), [byte])  # in a circle somebody has to begin
+            if receiver is not None:
+                receiver.receive(received)
+            if sender is not None:
+                if self._stage_index > 0:
+                    sender.send((sent,), [byte])
+                sender.release(sent)
 
     def begin_step(self, plan: StepPlan) -> None:
         if self._is_in_step:
@@ -119,29 +127,34 @@ class P2PTransport:
             )
         self._is_in_step = True
         self._plan = plan
-        self._gradient_specs.clear()
+        self._sent_specs.clear()
+        self._expected.clear()
         if Direction.FORWARD in self._receivers:
-            self._receivers[Direction.FORWARD].begin(plan.activation_order, self._activation_specs)
+            channel = self._receivers[Direction.FORWARD]
+            channel.begin(plan.activation_order, self._activation_specs, window=plan.activation_window)
         if Direction.BACKWARD in self._receivers:
-            self._receivers[Direction.BACKWARD].begin(plan.gradient_order, self._expected_gradient_specs)
+            channel = self._receivers[Direction.BACKWARD]
+            channel.begin(plan.gradient_order, self._expected_gradient_specs, window=plan.gradient_window)
 
-    def send(self, direction: Direction, microbatch_index: int, tensors: Sequence[Tensor]) -> None:
+    def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
         if direction is Direction.FORWARD:
-            self._announce(microbatch_index, tuple(TensorSpec.of(tensor) for tensor in tensors))
-        self._senders[direction].send(microbatch_index, tensors)
+            for crossing, tensors in zip(message, values, strict=True):
+                self._announce(crossing, tensors)
+        tensors = values[0] if len(values) == 1 else [tensor for tensors in values for tensor in tensors]
+        self._senders[direction].send(message, tensors)
 
-    def release(self, direction: Direction, microbatch_index: int) -> None:
-        self._senders[direction].release(microbatch_index)
+    def release(self, direction: Direction, crossing: Crossing) -> None:
+        self._senders[direction].release(crossing)
 
-    def expect_gradients(self, microbatch_index: int, specs: Sequence[TensorSpec]) -> None:
-        self._gradient_specs[microbatch_index] = tuple(replace(spec, requires_grad=False) for spec in specs)
+    def expect_gradients(self, crossing: Crossing) -> None:
+        self._expected.add(crossing)
         self._receivers[Direction.BACKWARD].post_ahead()
 
-    def has_arrived(self, direction: Direction, microbatch_index: int) -> bool:
+    def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
         return True  # `receive` waits
 
-    def receive(self, direction: Direction, microbatch_index: int) -> tuple[Tensor, ...]:
-        return self._receivers[direction].receive(microbatch_index)
+    def receive(self, direction: Direction, crossing: Crossing) -> tuple[Tensor, ...]:
+        return self._receivers[direction].receive(crossing)
 
     def end_step(self) -> None:
         if self._header_sender is not None:
@@ -150,28 +163,28 @@ class P2PTransport:
             sender.release_all()
         self._is_in_step = False
 
-    def _announce(self, microbatch_index: int, specs: tuple[TensorSpec, ...]) -> None:
-        signature = self._plan.signatures[microbatch_index]
+    def _announce(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
+        signature = crossing.cut_index, self._plan.signatures[crossing.unit]
         if self._sent_book.get(signature) is None:
             assert self._header_sender is not None
-            self._header_sender.send(microbatch_index, specs)
+            specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
+            self._header_sender.send(crossing, specs)
             self._sent_book.add(signature, specs)
-        self._sent_book.check(signature, specs)
+        self._sent_specs[crossing] = self._sent_book.check(signature, tensors)
 
-    def _activation_specs(self, microbatch_index: int, wait: bool) -> tuple[TensorSpec, ...] | None:
-        signature = self._plan.signatures[microbatch_index]
+    def _activation_specs(self, crossing: Crossing, wait: bool) -> tuple[TensorSpec, ...] | None:
+        signature = crossing.cut_index, self._plan.signatures[crossing.unit]
         specs = self._received_book.get(signature)
         if specs is None:
             assert self._header_receiver is not None
-            self._header_receiver.post(microbatch_index)
-            if wait:
-                specs = self._header_receiver.receive(microbatch_index)
-                self._received_book.add(signature, specs)
-        return specs
+            self._header_receiver.post(crossing)
+            if not wait:
+                return None
+            specs = self._received_book.add(signature, self._header_receiver.receive(crossing))
+        return specs.values
 
-    def _expected_gradient_specs(self, microbatch_index: int, wait: bool) -> tuple[TensorSpec, ...] | None:
-        specs = self._gradient_specs.get(microbatch_index)
-        assert specs is not None or not wait, (
-            f"the gradient of micro-batch {microbatch_index} is due before its forward"
-        )
-        return specs
+    def _expected_gradient_specs(self, crossing: Crossing, wait: bool) -> tuple[TensorSpec, ...] | None:
+        if crossing in self._expected:
+            return self._sent_specs[crossing].gradients
+        assert not wait, f"the gradient of {crossing} is due before its forward"
+        return None

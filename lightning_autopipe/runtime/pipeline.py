@@ -36,6 +36,7 @@ from lightning_autopipe.runtime.placement import fill_parameters, release_parame
 from lightning_autopipe.runtime.stage_step import StageStep, StepOutcome, WholeBatchLastStage
 from lightning_autopipe.runtime.step_capture import CaptureStore, StepCapture, module_fingerprint
 from lightning_autopipe.runtime.transport import Transport
+from lightning_autopipe.runtime.units import halve_no_single_samples, unit_sizes, units_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,7 @@ class Pipeline:
         self.seed = seed
         self.device = device or torch.device("cpu")
         self.microbatch_index = 0
+        """Number of the unit (micro-batch, or slice of one) that runs, in the order of the batch."""
         self.module_fingerprint = module_fingerprint(module)
         self._make_schedule = make_schedule
         self._schedule = schedule
@@ -90,6 +92,7 @@ class Pipeline:
         self.view_orders: dict[Hashable, bool] = {}  # of steps that pass several views of each sample at once
         self.batch_norm = batch_norm or BatchNormStatistics(module)
         self._splits: dict[Hashable, BatchSplit] = {}
+        self._schedules: dict[Hashable, Schedule] = {}
         self.store = CaptureStore(module, self.device, is_cut=layout.num_stages > 1)
         self._carried: CarriedState | None = None
         self.unweighted_loss: Operation | None = (
@@ -229,7 +232,8 @@ class Pipeline:
         """Cut the profiled step as the plan says.
 
         Raises:
-            PlanError: the plan is for another module, another step or another layout.
+            PlanError: the plan is for another module, another step or another layout, or it slices micro-batches of a
+                module with batch normalization in training.
             CaptureError: the step keeps state that a stage of this plan would not see.
         """
         planned = self._planning_trace
@@ -238,6 +242,7 @@ class Pipeline:
         plan.require_world(self.layout.world_size)
         if plan.layout != self.layout:
             raise PlanError(f"The plan's layout is {plan.layout}, but the pipeline runs as {self.layout}.")
+        self._refuse_sliced_batch_norm(plan.schedule)
         positions = self.store.set_cuts(*planned, [plan.layers[index].name for index in plan.partition.cut_points])
         if positions and self._carried is not None and self._carried.first_use < positions[-1]:
             raise CaptureError(
@@ -360,18 +365,23 @@ class Pipeline:
         split = self._split_of(step_name, args, kwargs)
         batch = (args, kwargs)
         sizes = microbatch_sizes(split.batch_size(batch), self.num_microbatches, min_samples=self.min_samples)
-        microbatches = split.split(batch, sizes)
         is_over_batch = self.loss_over == "batch" and len(sizes) > 1
+        spec: str | ScheduleSpec = "forward_only"
+        if training:
+            spec = "gpipe" if is_over_batch else halve_no_single_samples(self._schedule, sizes)
+            self._refuse_sliced_batch_norm(spec)
+        schedule = self._schedule_of(spec, len(sizes))
+        units = units_of(schedule)
+        sizes = unit_sizes(units, sizes)
+        parts = split.split(batch, sizes)
         outcome = StepOutcome(sizes=sizes, is_over_batch=is_over_batch, loss_scale=loss_scale)
         if len(outcome.output_sizes) == 1 and self.layout.num_replicas == 1:
             outcome.loss_scale = None
-        spec = self._schedule if training else "forward_only"
-        schedule = self._make_schedule("gpipe" if training and is_over_batch else spec, self.num_stages, len(sizes))
 
         def stage_step(stage_index: int, own: list[Any]) -> StageStep:
             if is_over_batch and stage_index == self.num_stages - 1:
-                return WholeBatchLastStage(self, step_name, own, outcome, training, step, batch=batch)
-            return StageStep(self, stage_index, step_name, own, outcome, training, step)
+                return WholeBatchLastStage(self, step_name, units, own, outcome, training, step, batch=batch)
+            return StageStep(self, stage_index, step_name, units, own, outcome, training, step)
 
         stage_indices = range(self.num_stages) if self._is_local else (self.stage_index,)
         statistics = (
@@ -385,15 +395,30 @@ class Pipeline:
             if self._is_local:
                 # A stage may write into its batch; in one process the others must not see it.
                 copies = [
-                    [tree.map_tensors(Tensor.clone, m) if self.num_stages > 1 else m for m in microbatches]
+                    [tree.map_tensors(Tensor.clone, part) if self.num_stages > 1 else part for part in parts]
                     for _ in range(self.num_stages)
                 ]
                 own_steps = [stage_step(index, own) for index, own in enumerate(copies)]
                 self._local.run(own_steps, schedule, before_last_backward=before_last_backward)
             else:
-                own_step = stage_step(self.stage_index, microbatches)
+                own_step = stage_step(self.stage_index, parts)
                 self._executor.run(own_step, schedule, before_last_backward=before_last_backward)
         return outcome
+
+    def _schedule_of(self, spec: str | ScheduleSpec, num_microbatches: int) -> Schedule:
+        """Give one and the same object for equal arguments: the executor knows it again."""
+        key = spec, num_microbatches
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(spec, self.num_stages, num_microbatches)
+        return self._schedules[key]
+
+    def _refuse_sliced_batch_norm(self, spec: str | ScheduleSpec) -> None:
+        if isinstance(spec, ScheduleSpec) and spec.is_sliced and self.min_samples > 1:
+            raise PlanError(
+                f"The plan's schedule ({spec}) runs halves of micro-batches, but the module has batch normalization in "
+                "training mode: each half would be normalized by statistics of its own. Plan without slices (another "
+                "schedule=), or freeze the normalization with eval()."
+            )
 
     def _split_of(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchSplit:
         key = (step_name, structure_of((args[:1], kwargs)), self.num_microbatches > 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutput:
-    """What a stage's forward gives for one micro-batch."""
+    """What a stage's forward gives for one unit."""
 
     sent: tuple[Tensor, ...] = ()
     """The values that cross to the next stage, in one fixed order; empty on the last stage."""
@@ -19,23 +19,27 @@ class StageOutput:
     """The scalar to back-propagate, already weighted; None where there is none (other stages, evaluation)."""
     roots: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor]]] | None = None
     """On the last stage, in place of a loss: gives tensors to back-propagate from and their gradients, once all
-    micro-batches are through."""
+    units are through."""
 
 
 class StageForward(Protocol):
-    """One stage of a pipeline, called once for each micro-batch and step."""
+    """One stage of a pipeline, called once for each unit of a step.
 
-    def forward(self, microbatch_index: int, received: tuple[Tensor, ...]) -> StageOutput:
+    Units (micro-batches, or the slices of one) are numbered in the order of the batch, as `units.units_of` lists them.
+    To a stage a slice is a smaller micro-batch.
+    """
+
+    def forward(self, unit_index: int, received: tuple[Tensor, ...]) -> StageOutput:
         """Run the stage on the values that the previous stage sent (none on the first).
 
         `received` are fresh leaf tensors; each requires a gradient exactly if the sender's tensor did.
         """
         ...
 
-    def signature(self, microbatch_index: int) -> Hashable:
+    def signature(self, unit_index: int) -> Hashable:
         """A key; equal keys mean: the values crossing each cut have equal dtypes, shapes, strides and requires_grad.
 
-        Two micro-batches that have equal keys on one stage must have equal keys on its neighbours. Whatever changes
+        Two units that have equal keys on one stage must have equal keys on its neighbours. Whatever changes
         `requires_grad` or dtypes of crossing values (frozen parameters, evaluation, autocast) belongs into the key.
         """
         ...

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_autopipe.runtime.errors import PipelineRuntimeError
 
@@ -39,6 +39,16 @@ class TensorSpec:
             stride=_packed_stride(tensor),
             requires_grad=tensor.requires_grad,
         )
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether this is the spec of a tensor; where its memory is dense without making one."""
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
+            is_alike = tensor.shape == self.shape and tensor.dtype is self.dtype
+            if not is_alike or tensor.requires_grad is not self.requires_grad:
+                return False
+            if tensor.stride() == self.stride:
+                return True
+        return TensorSpec.of(tensor) == self
 
     def empty(self, device: torch.device) -> Tensor:
         """A new tensor of this spec with undefined numbers, not yet requiring a gradient."""
@@ -81,6 +91,23 @@ def decode_specs(data: bytes) -> tuple[TensorSpec, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class CrossingSpecs:
+    """The specs of what one unit hands across a cut, and of the gradients that come back."""
+
+    values: tuple[TensorSpec, ...]
+    gradients: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, values: tuple[TensorSpec, ...]) -> CrossingSpecs:
+        """From those of the values: there is a gradient for each that requires one."""
+        return cls(values, tuple(replace(spec, requires_grad=False) for spec in values if spec.requires_grad))
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether they are those of these tensors."""
+        return len(tensors) == len(self.values) and all(map(TensorSpec.fits, self.values, tensors))
+
+
 class SpecBook:
     """The specs of the values that cross one cut, by signature.
 
@@ -91,27 +118,29 @@ class SpecBook:
     MAX_SIGNATURES = 4096
 
     def __init__(self) -> None:
-        self._specs: dict[Hashable, tuple[TensorSpec, ...]] = {}
+        self._specs: dict[Hashable, CrossingSpecs] = {}
 
-    def get(self, signature: Hashable) -> tuple[TensorSpec, ...] | None:
+    def get(self, signature: Hashable) -> CrossingSpecs | None:
         """The specs of a signature, None if it is new."""
         return self._specs.get(signature)
 
-    def add(self, signature: Hashable, specs: tuple[TensorSpec, ...]) -> None:
+    def add(self, signature: Hashable, values: tuple[TensorSpec, ...]) -> CrossingSpecs:
         """Remember the specs of a new signature."""
         if len(self._specs) >= self.MAX_SIGNATURES:
             del self._specs[next(iter(self._specs))]
-        self._specs[signature] = specs
+        specs = self._specs[signature] = CrossingSpecs.of(values)
+        return specs
 
-    def check(self, signature: Hashable, specs: tuple[TensorSpec, ...]) -> None:
-        """Compare with what the receiver was told of this signature.
+    def check(self, signature: Hashable, tensors: Sequence[Tensor]) -> CrossingSpecs:
+        """Compare what is sent with what the receiver was told of this signature; give that.
 
         Raises:
             PipelineRuntimeError: Something differs.
         """
-        known = self._specs[signature]
-        if known == specs:
-            return
+        found = self._specs[signature]
+        if found.fit(tensors):
+            return found
+        known, specs = found.values, tuple(TensorSpec.of(tensor) for tensor in tensors)
         if len(known) != len(specs):
             difference = f"{len(specs)} values instead of {len(known)}"
         else:

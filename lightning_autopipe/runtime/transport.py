@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from lightning_autopipe.runtime.tensor_spec import TensorSpec
+from lightning_autopipe.runtime.units import Unit, unit_name
 
 
 class Direction(Enum):
@@ -19,22 +19,47 @@ class Direction(Enum):
     BACKWARD = "backward"
 
 
+class Crossing(NamedTuple):
+    """What one unit hands across one cut: activations forward, their gradients backward."""
+
+    cut_index: int
+    """Cut c joins stages c and c + 1."""
+    microbatch_index: int
+    slice_index: int | None = None
+
+    @property
+    def unit(self) -> Unit:
+        """The micro-batch, or the slice of one."""
+        return self.microbatch_index, self.slice_index
+
+    def __str__(self) -> str:
+        return unit_name(self.unit)
+
+
+Message = tuple[Crossing, ...]
+"""What is sent as one: one crossing, or those of all slices of a micro-batch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What a transport knows of a step before it begins."""
 
-    activation_order: tuple[int, ...]
-    """Micro-batches in the order in which the previous stage sends their activations; empty on the first stage."""
-    gradient_order: tuple[int, ...]
-    """Micro-batches in the order in which the next stage sends their gradients; empty on the last stage."""
-    signatures: Mapping[int, Hashable]
-    """By micro-batch index; equal signatures mean equal specs of what crosses each cut."""
+    activation_order: tuple[Message, ...]
+    """Messages in the order in which the previous rank sends activations; empty where none come."""
+    gradient_order: tuple[Message, ...]
+    """Messages in the order in which the next rank sends gradients; empty where none come."""
+    activation_window: int = 2
+    """How many messages of activations the previous rank may be ahead, so that receives are posted for them."""
+    gradient_window: int = 2
+    """The same for gradients of the next rank."""
+    signatures: Mapping[Unit, Hashable]
+    """Equal signatures mean equal specs of what crosses a cut."""
 
 
 class Transport(Protocol):
-    """One stage's connections to its two neighbours. A message is all the tensors of one micro-batch in one direction.
+    """One rank's connections to its two neighbours. Within a step each message is sent once and received once.
 
-    Within a step each message is sent once and received once. Sends never wait for the receiver.
+    Sends never wait for the receiver.
     """
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -45,31 +70,31 @@ class Transport(Protocol):
         """
         ...
 
-    def send(self, direction: Direction, microbatch_index: int, tensors: Sequence[Tensor]) -> None:
-        """Start to send tensors; they must stay unchanged until `release`.
+    def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
+        """Start to send the tensors of each crossing of a message; they must stay unchanged until `release`.
 
         Raises:
-            PipelineRuntimeError: The activations differ from those of an earlier message with the same signature.
+            PipelineRuntimeError: Activations differ from those of an earlier message with the same signature.
         """
         ...
 
-    def release(self, direction: Direction, microbatch_index: int) -> None:
-        """Wait until what was sent is out, and let go of it.
+    def release(self, direction: Direction, crossing: Crossing) -> None:
+        """Wait until the message with this crossing is out, and let go of it.
 
         Raises:
             CommunicationError: The peer did not take it within the limit.
         """
         ...
 
-    def expect_gradients(self, microbatch_index: int, specs: Sequence[TensorSpec]) -> None:
-        """Tell what gradients the next stage will send for a micro-batch; none where `specs` is empty."""
+    def expect_gradients(self, crossing: Crossing) -> None:
+        """Tell that gradients will come for the activations that were sent, for each that requires one."""
         ...
 
-    def has_arrived(self, direction: Direction, microbatch_index: int) -> bool:
+    def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
         """Whether `receive` can be called; a transport whose `receive` waits says True."""
         ...
 
-    def receive(self, direction: Direction, microbatch_index: int) -> tuple[Tensor, ...]:
+    def receive(self, direction: Direction, crossing: Crossing) -> tuple[Tensor, ...]:
         """The tensors that the peer sent: new leaves, requiring gradients as the peer's activations did.
 
         Raises:

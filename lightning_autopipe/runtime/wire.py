@@ -10,16 +10,30 @@ from torch import Tensor
 
 from lightning_autopipe.runtime.tensor_spec import as_bytes
 
+_SENT_AS_THEY_ARE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""What every process group can send; the rest crosses as bytes."""
+
 
 class Wire(Protocol):
-    """Gives the buffers of messages; all are uint8[num_bytes] in memory that the process group can use."""
+    """Gives the buffers of messages, of equal size at both ends, in memory that the process group can use."""
 
     def outgoing(self, tensor: Tensor) -> Tensor:
-        """The tensor's bytes, ready to be sent; stays valid as long as it is referenced and the tensor unchanged."""
+        """The tensor's numbers, ready to be sent; stays valid as long as it is referenced and the tensor unchanged."""
         ...
 
     def incoming(self, target: Tensor) -> Tensor:
-        """A buffer to receive the bytes of `target` (dense memory) in."""
+        """A buffer to receive the numbers of `target` (dense memory) in."""
         ...
 
     def arrived(self, buffer: Tensor, target: Tensor) -> None:
@@ -31,9 +45,13 @@ class DirectWire:
     """The tensors' own memory: gloo with CPU tensors, NCCL with CUDA tensors."""
 
     def outgoing(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype in _SENT_AS_THEY_ARE and tensor.is_contiguous() and not tensor.is_neg():
+            return tensor.detach()  # making a view of bytes takes as long as starting to send it
         return as_bytes(tensor)
 
     def incoming(self, target: Tensor) -> Tensor:
+        if target.dtype in _SENT_AS_THEY_ARE and target.is_contiguous():
+            return target.detach()
         return as_bytes(target)
 
     def arrived(self, buffer: Tensor, target: Tensor) -> None:

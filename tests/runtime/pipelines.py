@@ -149,7 +149,7 @@ def fresh(module: nn.Module) -> nn.Module:
 
 def apart(module: nn.Module, args: tuple[Any, ...], *, num_stages: int, num_microbatches: int) -> list[Pipeline]:
     """Every stage on a module of its own that holds only its own parameters, as in processes of their own."""
-    network = MemoryNetwork(num_stages)
+    network = MemoryNetwork()
     layout = ParallelLayout(num_stages=num_stages)
     pipelines = []
     for stage_index in range(num_stages):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_autopipe.core.errors import CaptureError, PipelineRuntimeError, PlanError
 from lightning_autopipe.core.schedule import Action, Schedule
+from lightning_autopipe.runtime.backward import _in_layout_of
 from lightning_autopipe.runtime.errors import StageError
-from lightning_autopipe.runtime.executor import _in_layout_of
 from lightning_autopipe.runtime.in_process import InProcessPipeline
 from lightning_autopipe.runtime.stage import StageOutput
 from lightning_autopipe.schedules import forward_only, get_schedule, gpipe, lower, one_f_one_b

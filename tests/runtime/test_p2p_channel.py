@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from lightning_autopipe.runtime.p2p_channel import ReceiveChannel, SendChannel
 from lightning_autopipe.runtime.tensor_spec import TensorSpec
+from lightning_autopipe.runtime.transport import Crossing, Message
 from lightning_autopipe.runtime.wire import DirectWire, HostWire
 
 CPU = torch.device("cpu")
@@ -16,66 +18,74 @@ SPEC = TensorSpec.of(torch.zeros(4))
 NOTHING = TensorSpec.of(torch.zeros(0))
 
 
+def crossing(index: int) -> Crossing:
+    return Crossing(0, index)
+
+
+def one_each(indices: Iterable[int]) -> list[Message]:
+    return [(crossing(index),) for index in indices]
+
+
 class NotingLink:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def isend(self, buffer: Tensor, microbatch_index: int, tag: int = 0) -> Any:
-        self.notes.append(f"isend {microbatch_index}")
+    def isend(self, buffer: Tensor, crossing: Crossing, tag: int = 0) -> Any:
+        self.notes.append(f"isend {crossing.microbatch_index}")
 
-    def irecv(self, buffer: Tensor, microbatch_index: int, tag: int = 0) -> Any:
-        buffer.fill_(microbatch_index)
-        self.notes.append(f"irecv {microbatch_index}")
+    def irecv(self, buffer: Tensor, crossing: Crossing, tag: int = 0) -> Any:
+        buffer.fill_(crossing.microbatch_index)
+        self.notes.append(f"irecv {crossing.microbatch_index}")
 
-    def wait(self, work: Any, microbatch_index: int, what: str) -> None:
-        self.notes.append(f"wait {what} {microbatch_index}")
+    def wait(self, work: Any, crossing: Crossing, what: str) -> None:
+        self.notes.append(f"wait {what} {crossing.microbatch_index}")
 
     def take(self) -> list[str]:
         notes, self.notes = self.notes, []
         return notes
 
 
-def receive_channel(link: NotingLink, window: int) -> ReceiveChannel:
-    return ReceiveChannel(link, DirectWire(), device=CPU, window=window)  # type: ignore[arg-type]
+def receive_channel(link: NotingLink) -> ReceiveChannel:
+    return ReceiveChannel(link, DirectWire(), device=CPU)  # type: ignore[arg-type]
 
 
 def test_receives_are_posted_ahead_within_the_window() -> None:
     link = NotingLink()
-    channel = receive_channel(link, window=2)
-    channel.begin(range(5), lambda index, wait: (SPEC,))
+    channel = receive_channel(link)
+    channel.begin(one_each(range(5)), lambda crossing, wait: (SPEC,), window=2)
     assert link.take() == ["irecv 0", "irecv 1"]
-    (tensor,) = channel.receive(0)
+    (tensor,) = channel.receive(crossing(0))
     assert link.take() == ["irecv 2", "wait receive 0"]
     assert tensor.view(torch.uint8).tolist() == [0] * 16
     for index in range(1, 5):
-        channel.receive(index)
+        channel.receive(crossing(index))
     assert link.take() == ["irecv 3", "wait receive 1", "irecv 4", *(f"wait receive {index}" for index in (2, 3, 4))]
 
 
 def test_posts_what_is_known_and_waits_for_the_rest() -> None:
     link, known = NotingLink(), {0}
-    channel = receive_channel(link, window=3)
+    channel = receive_channel(link)
 
-    def specs_of(index: int, wait: bool) -> tuple[TensorSpec, ...] | None:
+    def specs_of(crossing: Crossing, wait: bool) -> tuple[TensorSpec, ...] | None:
         if wait:
             known.update({1, 2})
-        return (SPEC,) if index in known else None
+        return (SPEC,) if crossing.microbatch_index in known else None
 
-    channel.begin(range(4), specs_of)
-    channel.receive(0)
+    channel.begin(one_each(range(4)), specs_of, window=3)
+    channel.receive(crossing(0))
     assert link.take() == ["irecv 0", "wait receive 0"]
-    channel.receive(1)
+    channel.receive(crossing(1))
     assert link.take() == ["irecv 1", "irecv 2", "wait receive 1"]
 
 
 def test_receives_keep_the_order_of_the_peer() -> None:
     link = NotingLink()
-    channel = receive_channel(link, window=1)
-    channel.begin([2, 0, 1], lambda index, wait: (SPEC, SPEC))
-    (tensor, _) = channel.receive(1)
-    assert tensor.view(torch.uint8)[0] == 1
-    channel.receive(2)
-    channel.receive(0)
+    channel = receive_channel(link)
+    channel.begin(one_each([2, 0, 1]), lambda crossing, wait: (SPEC, SPEC), window=1)
+    (tensor, _) = channel.receive(crossing(1))
+    assert tensor.tolist() == [1.0] * 4
+    channel.receive(crossing(2))
+    channel.receive(crossing(0))
     assert [note for note in link.take() if note.startswith("irecv")] == ["irecv 2"] * 2 + ["irecv 0"] * 2 + [
         "irecv 1"
     ] * 2
@@ -83,25 +93,45 @@ def test_receives_keep_the_order_of_the_peer() -> None:
 
 def test_empty_tensors_need_no_message() -> None:
     link = NotingLink()
-    channel = receive_channel(link, window=2)
-    channel.begin([0, 1], lambda index, wait: (NOTHING,) if index else ())
-    assert channel.receive(0) == ()
-    assert channel.receive(1)[0].shape == (0,)
+    channel = receive_channel(link)
+    channel.begin(one_each([0, 1]), lambda crossing, wait: (NOTHING,) if crossing.microbatch_index else (), window=2)
+    assert channel.receive(crossing(0)) == ()
+    assert channel.receive(crossing(1))[0].shape == (0,)
     sender = SendChannel(link, DirectWire())  # type: ignore[arg-type]
-    sender.send(0, [torch.zeros(0), torch.zeros(3, 0)])
-    sender.release(0)
+    sender.send((crossing(0),), [torch.zeros(0), torch.zeros(3, 0)])
+    sender.release(crossing(0))
     assert link.take() == []
 
 
 def test_sends_are_kept_until_released() -> None:
     link = NotingLink()
     sender = SendChannel(link, HostWire(CPU))  # type: ignore[arg-type]
-    sender.send(0, [torch.zeros(2), torch.zeros(3)])
-    sender.send(1, [torch.zeros(2)])
+    sender.send((crossing(0),), [torch.zeros(2), torch.zeros(3)])
+    sender.send((crossing(1),), [torch.zeros(2)])
     assert link.take() == ["isend 0", "isend 0", "isend 1"]
-    sender.release(0)
-    sender.release(0)
+    sender.release(crossing(0))
+    sender.release(crossing(0))
     assert link.take() == ["wait send 0"] * 2
     sender.release_all()
     sender.release_all()
     assert link.take() == ["wait send 1"]
+
+
+def test_halves_of_one_message_come_together() -> None:
+    link = NotingLink()
+    halves = Crossing(0, 1, 0), Crossing(0, 1, 1)
+    channel = receive_channel(link)
+    channel.begin([*one_each([0]), halves, *one_each([2])], lambda crossing, wait: (SPEC,), window=2)
+    assert link.take() == ["irecv 0", "irecv 1", "irecv 1"]
+    channel.receive(crossing(0))
+    link.take()
+    first = channel.receive(halves[0])
+    assert link.take() == ["wait receive 1", "wait receive 1"]
+    second = channel.receive(halves[1])
+    assert link.take() == []
+    assert first[0] is not second[0]
+    sender = SendChannel(link, DirectWire())  # type: ignore[arg-type]
+    sender.send(halves, [torch.zeros(2), torch.zeros(3)])
+    sender.release(halves[1])
+    sender.release(halves[0])
+    assert link.take() == ["isend 1", "isend 1", "wait send 1", "wait send 1"]

@@ -77,6 +77,7 @@ def test_a_limit_names_both_stages_microbatch_and_direction() -> None:
         "stage_index": 1,
         "peer_stage_index": 0,
         "microbatch_index": 2,
+        "slice_index": None,
         "direction": "forward",
     }
     assert "stage 1 (global rank 0): receiving the activations of micro-batch 2 from stage 0 (global rank 1)" in text

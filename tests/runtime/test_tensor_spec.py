@@ -85,6 +85,6 @@ def test_a_book_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_book_tells_what_differs(other: tuple[Tensor, ...], difference: str) -> None:
     book = SpecBook()
     book.add("shape", (TensorSpec.of(BASE),))
-    book.check("shape", (TensorSpec.of(BASE.clone()),))
+    book.check("shape", (BASE.clone(),))
     with pytest.raises(PipelineRuntimeError, match=f"signature 'shape'.*{difference}"):
-        book.check("shape", tuple(TensorSpec.of(tensor) for tensor in other))
+        book.check("shape", other)

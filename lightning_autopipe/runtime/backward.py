@@ -1,0 +1,89 @@
+"""The backward of one unit on one stage, whole or in two parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_autopipe.runtime.split_backward import DeferredBackward, backward_of_leaves
+from lightning_autopipe.runtime.stage import StageOutput
+
+
+def run_backward(received: Sequence[Tensor], output: StageOutput, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Back-propagate a unit; give the gradients of the received leaves that require one.
+
+    Args:
+        received: What the previous stage sent.
+        output: What the stage made of it.
+        gradients: Of the values sent on that require one.
+    """
+    roots, root_gradients = _roots(output, gradients)
+    if roots:
+        with without_autocast():
+            torch.autograd.backward(roots, root_gradients)
+    found = []
+    for leaf in received:
+        if leaf.requires_grad:
+            found.append(_in_layout_of(leaf, leaf.grad))
+            leaf.grad = None
+    return tuple(found)
+
+
+def run_input_backward(
+    received: Sequence[Tensor], output: StageOutput, gradients: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], DeferredBackward]:
+    """Like `run_backward`, but leave the gradients of the parameters to the second part, as far as they can wait."""
+    roots, root_gradients = _roots(output, gradients)
+    leaves = [leaf for leaf in received if leaf.requires_grad]
+    with without_autocast():
+        found, rest = backward_of_leaves(roots, root_gradients, leaves)
+    return tuple(map(_in_layout_of, leaves, found)), rest
+
+
+def run_weight_backward(rest: DeferredBackward) -> None:
+    """Run the second part."""
+    with without_autocast():
+        rest.run()
+
+
+def _roots(output: StageOutput, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+    roots = [tensor for tensor in output.sent if tensor.requires_grad]
+    root_gradients: list[Tensor | None] = list(gradients)
+    assert len(roots) == len(root_gradients), (len(roots), len(root_gradients))
+    loss = output.loss
+    if loss is not None and loss.requires_grad:
+        roots.append(loss)
+        root_gradients.append(None)
+    if output.roots is not None:
+        more_roots, more_gradients = output.roots()
+        roots.extend(more_roots)
+        root_gradients.extend(more_gradients)
+    return roots, root_gradients
+
+
+def _in_layout_of(leaf: Tensor, gradient: Tensor | None) -> Tensor:
+    """The gradient in the memory order of its leaf, in which the other end expects it; zeros where there is none."""
+    if gradient is None:
+        return torch.zeros_like(leaf, requires_grad=False)
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if gradient.stride() != leaf.stride():
+        gradient = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
+    return gradient
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Backward in the dtypes that forward chose; nested, so that the outer cache of cast weights stays."""
+    enabled = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
+    return _disabled(enabled) if enabled else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _disabled(device_types: Sequence[str]):  # type: ignore[no-untyped-def]
+    with contextlib.ExitStack() as contexts:
+        for device_type in device_types:
+            contexts.enter_context(torch.autocast(device_type, enabled=False))
+        yield
