@@ -38,15 +38,14 @@ from lightning_autopipe.profiling import align_layers, measure_layers
 from lightning_autopipe.profiling.memory import LiveBytes
 from lightning_autopipe.profiling.stopwatch import Stopwatch
 from lightning_autopipe.runtime.pipeline import Pipeline
-from lightning_autopipe.runtime.tensor_spec import TensorSpec
-from lightning_autopipe.runtime.transport import Direction, StepPlan
+from lightning_autopipe.runtime.tensor_spec import CrossingSpecs, TensorSpec
+from lightning_autopipe.runtime.transport import Crossing, Direction, Message, StepPlan
 from lightning_autopipe.schedules import get_schedule
 
 MAX_TIME_ERROR = 0.10
 MAX_MEMORY_ERROR = 0.15
 NUM_MICROBATCHES = 4
 NUM_STAGES = 2
-WINDOW = 2
 STEP = "training_step"
 CPU = torch.device("cpu")
 
@@ -200,34 +199,40 @@ class Neighbours:
 
     def __init__(self, received: Sequence[TensorSpec]) -> None:
         self._received = tuple(received)
-        self._sent: dict[tuple[Direction, int], list[Tensor]] = {}
-        self._posted: dict[tuple[Direction, int], tuple[Tensor, ...]] = {}
-        self._orders: dict[Direction, deque[int]] = {}
-        self._gradients: dict[int, tuple[TensorSpec, ...]] = {}
+        self._sent: dict[tuple[Direction, Crossing], list[Tensor]] = {}
+        self._posted: dict[tuple[Direction, Crossing], tuple[Tensor, ...]] = {}
+        self._orders: dict[Direction, deque[Crossing]] = {}
+        self._windows: dict[Direction, int] = {}
+        self._specs: dict[Crossing, CrossingSpecs] = {}
+        self._gradients: dict[Crossing, tuple[TensorSpec, ...]] = {}
 
     def begin_step(self, plan: StepPlan) -> None:
         self._orders = {
-            Direction.FORWARD: deque(plan.activation_order),
-            Direction.BACKWARD: deque(plan.gradient_order),
+            Direction.FORWARD: deque(crossing for message in plan.activation_order for crossing in message),
+            Direction.BACKWARD: deque(crossing for message in plan.gradient_order for crossing in message),
         }
+        self._windows = {Direction.FORWARD: plan.activation_window, Direction.BACKWARD: plan.gradient_window}
         self._gradients.clear()
         self._post_ahead()
 
-    def send(self, direction: Direction, microbatch_index: int, tensors: Sequence[Tensor]) -> None:
-        self._sent[direction, microbatch_index] = [tensor.detach() for tensor in tensors]
+    def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
+        for crossing, tensors in zip(message, values, strict=True):
+            self._sent[direction, crossing] = [tensor.detach() for tensor in tensors]
+            if direction is Direction.FORWARD:
+                self._specs[crossing] = CrossingSpecs.of(tuple(TensorSpec.of(tensor) for tensor in tensors))
 
-    def release(self, direction: Direction, microbatch_index: int) -> None:
-        self._sent.pop((direction, microbatch_index))
+    def release(self, direction: Direction, crossing: Crossing) -> None:
+        self._sent.pop((direction, crossing))
 
-    def expect_gradients(self, microbatch_index: int, specs: Sequence[TensorSpec]) -> None:
-        self._gradients[microbatch_index] = tuple(specs)
+    def expect_gradients(self, crossing: Crossing) -> None:
+        self._gradients[crossing] = self._specs[crossing].gradients
         self._post_ahead()
 
-    def has_arrived(self, direction: Direction, microbatch_index: int) -> bool:
+    def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
         return True
 
-    def receive(self, direction: Direction, microbatch_index: int) -> tuple[Tensor, ...]:
-        tensors = self._posted.pop((direction, microbatch_index))
+    def receive(self, direction: Direction, crossing: Crossing) -> tuple[Tensor, ...]:
+        tensors = self._posted.pop((direction, crossing))
         self._post_ahead()
         return tensors
 
@@ -236,7 +241,7 @@ class Neighbours:
 
     def _post_ahead(self) -> None:
         for direction, order in self._orders.items():
-            while order and sum(1 for key in self._posted if key[0] is direction) < WINDOW:
+            while order and sum(1 for key in self._posted if key[0] is direction) < self._windows[direction]:
                 specs = self._received if direction is Direction.FORWARD else self._gradients.get(order[0])
                 if specs is None:
                     break
@@ -275,9 +280,9 @@ def crossing_values(name: str, plan: PipelinePlan, args: tuple[Any, ...]) -> tup
     seen: list[tuple[Tensor, ...]] = []
 
     class Recorder(Neighbours):
-        def send(self, direction: Direction, microbatch_index: int, tensors: Sequence[Tensor]) -> None:
-            seen.append(tuple(tensors))
-            super().send(direction, microbatch_index, tensors)
+        def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
+            seen.extend(map(tuple, values))
+            super().send(direction, message, values)
 
     torch.manual_seed(0)
     module, _ = CASES[name]()
