@@ -154,6 +154,15 @@ class PipelinePlan:
         """What the layers cost, as far as it was planned with."""
         return ModelProfile(layers=self.layers, times=self.times, microbatch_size=self.microbatch_size)
 
+    @property
+    def has_unlike_replicas(self) -> bool:
+        """Whether replicas take unlike numbers of micro-batches."""
+        return len(set(self.replica_microbatches)) > 1
+
+    def microbatches_of(self, replica_index: int) -> int:
+        """Micro-batches of one replica in a step."""
+        return self.replica_microbatches[replica_index] if self.replica_microbatches else self.num_microbatches
+
     def stage_layers(self, stage_index: int) -> tuple[LayerProfile, ...]:
         """The layers that a stage owns."""
         owned = self.partition.stage_layers(stage_index)
@@ -188,11 +197,6 @@ class PipelinePlan:
             raise PlanError(
                 f"the plan's schedule ({self.schedule}) slices micro-batches, which can be planned and simulated but "
                 "not run yet; plan with whole micro-batches (autopipe plan --no-slices)"
-            )
-        if len(set(self.replica_microbatches)) > 1:
-            raise PlanError(
-                f"the plan gives its replicas unlike numbers of micro-batches ({self.replica_microbatches}), which can "
-                "be planned and simulated but not run yet; plan with equal numbers (autopipe plan --equal-replicas)"
             )
 
     def require_devices(self, devices: Sequence[Device]) -> None:

@@ -253,7 +253,7 @@ class Pipeline:
             )
         self._planning_trace = None
         self._schedule = plan.schedule
-        self.num_microbatches = plan.num_microbatches
+        self.num_microbatches = plan.microbatches_of(self.replica_index)
 
     def in_process(self, *, is_cut: bool = True, num_microbatches: int = 1) -> Pipeline:
         """Give a pipeline that runs this one's stages, or the step uncut, in this process; the module must be whole."""

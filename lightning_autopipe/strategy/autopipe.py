@@ -25,6 +25,7 @@ from lightning_autopipe.strategy.options import DEFAULT_TIMEOUT_S, Auto, Partiti
 from lightning_autopipe.strategy.planning import first_training_arguments, in_training_mode, random_state
 from lightning_autopipe.strategy.predictions import silence_writers, unsilence_writers
 from lightning_autopipe.strategy.refusals import refuse_other_namespace
+from lightning_autopipe.strategy.replica_shares import dealt
 from lightning_autopipe.strategy.session import TRAINING_STEP
 
 
@@ -156,6 +157,13 @@ class AutoPipeStrategy(ModuleStrategy):
         # By replica and not by rank: the samples' augmentation must not depend on the number of stages.
         _auto_add_worker_init_fn(dataloader, self.communicator.replica_index)
         is_predicting = self.trainer.state.fn == TrainerFn.PREDICTING
+        plan = self.plan_to_run
+        if plan is not None and plan.has_unlike_replicas and self.trainer.training:
+            dataloader = dealt(
+                dataloader,
+                replica_microbatches=plan.replica_microbatches,
+                replica_index=self.communicator.replica_index,
+            )
         loader = PipelineLoader(
             dataloader,
             self.communicator,

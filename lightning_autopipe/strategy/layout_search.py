@@ -88,6 +88,7 @@ def search_plan(
     devices: ClusterTopology,
     *,
     possible_replicas: tuple[int, ...] | None = None,
+    equal_shares: bool = True,
 ) -> tuple[PipelinePlan | None, str]:
     """Searches a plan for a fit. Collective over all ranks; the module stays as it is.
 
@@ -99,6 +100,7 @@ def search_plan(
         topology: What is planned for.
         devices: What there is, which the plan is to be checked against when it is used again.
         possible_replicas: Numbers of replicas that the data can be shared by; None: any.
+        equal_shares: Whether all replicas take equally many micro-batches: the data cannot be dealt otherwise.
 
     Returns:
         The plan; or None and why: the step cannot be traced, its layers cannot be measured, or nothing seems to fit
@@ -134,7 +136,7 @@ def search_plan(
         text = ""
         if communicator.global_rank == 0:
             try:
-                text = _search(session, traced, topology, devices, possible_replicas).to_json()
+                text = _search(session, traced, topology, devices, possible_replicas, equal_shares).to_json()
             except Exception as error:  # the others wait for an answer; what cannot be run is refused later, by all
                 problem = str(error) if isinstance(error, ConfigurationError) else _why_not(error)
         text, problem = communicator.broadcast_in_world((text, problem))
@@ -180,6 +182,7 @@ def _search(
     topology: ClusterTopology,
     devices: ClusterTopology,
     possible_replicas: tuple[int, ...] | None,
+    equal_shares: bool,
 ) -> PipelinePlan:
     pipeline, options = session.pipeline, session.options
     assert session.current_profile is not None
@@ -195,6 +198,7 @@ def _search(
         num_stages=options.num_stages,
         num_replicas=options.num_replicas,
         possible_replicas=possible_replicas,
+        equal_shares=equal_shares,
         num_microbatches="auto" if options.num_microbatches == "auto" else traced.num_microbatches,
         schedule=options.schedule_name,
         partition=options.partition if isinstance(options.partition, str) else "auto",

@@ -23,7 +23,7 @@ from lightning_autopipe.strategy.loader import PipelineLoader
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.planning import in_training_mode
 from lightning_autopipe.strategy.process_strategy import ProcessStrategy
-from lightning_autopipe.strategy.replica_limit import shareable_counts
+from lightning_autopipe.strategy.replica_limit import can_be_dealt, shareable_counts
 from lightning_autopipe.strategy.session import PipelineSession
 
 
@@ -124,12 +124,22 @@ class PlanningStrategy(ProcessStrategy):
                 if args is None:
                     return None, "the training data cannot be read ahead: they are a stream, or there are none"
                 counts = None
+                loaders = trainer.fit_loop._combined_loader
+                assert loaders is not None
+                may_inject = patches.used_distributed_sampler
                 if self.options.num_stages == "auto" and self.options.num_replicas == "auto":
-                    loaders = trainer.fit_loop._combined_loader
-                    assert loaders is not None
-                    counts = shareable_counts(trainer, loaders, may_inject=patches.used_distributed_sampler)
+                    counts = shareable_counts(trainer, loaders, may_inject=may_inject)
+                may_be_unlike = self.options.num_microbatches == "auto" and self.options.loss_over != "batch"
                 with self.precision_plugin.train_step_context():
-                    plan, problem = search_plan(self._session, args, topology, devices, possible_replicas=counts)
+                    plan, problem = search_plan(
+                        self._session,
+                        args,
+                        topology,
+                        devices,
+                        possible_replicas=counts,
+                        equal_shares=not may_be_unlike
+                        or not can_be_dealt(loaders, counts or [self.layout.num_replicas], may_inject=may_inject),
+                    )
                 self._found_profile = None if plan is None else self._session.current_profile
                 return plan, problem
         finally:

@@ -1,7 +1,8 @@
-"""Into how many shares Lightning can divide the training data of a fit."""
+"""Into how many shares the training data of a fit can be divided, and whether these may be unlike."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_autopipe.strategy.replica_shares import why_not_dealt
 
 
 def shareable_counts(trainer: pl.Trainer, loaders: CombinedLoader, *, may_inject: bool) -> tuple[int, ...]:
@@ -25,6 +28,25 @@ def shareable_counts(trainer: pl.Trainer, loaders: CombinedLoader, *, may_inject
     """
     counts = (count for count in range(2, trainer.world_size + 1) if trainer.world_size % count == 0)
     return (1, *(count for count in counts if _can_share(trainer, loaders, count, may_inject=may_inject)))
+
+
+def can_be_dealt(loaders: CombinedLoader, num_replicas: Iterable[int], *, may_inject: bool) -> bool:
+    """Whether global batches can be dealt to replicas in unlike shares, for each of some numbers of replicas.
+
+    Args:
+        loaders: As they are for one replica, or for the only number.
+        num_replicas: The numbers.
+        may_inject: What ``use_distributed_sampler`` allows.
+    """
+    several = [number for number in num_replicas if number > 1]
+    try:
+        return not any(
+            why_not_dealt(_share(getattr(loader, "loader", loader), number, may_inject=may_inject), num_replicas=number)
+            for loader in loaders.flattened
+            for number in several
+        )
+    except Exception:  # as below
+        return False
 
 
 def _can_share(trainer: pl.Trainer, loaders: CombinedLoader, num_replicas: int, *, may_inject: bool) -> bool:

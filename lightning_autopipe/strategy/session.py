@@ -141,7 +141,8 @@ class PipelineSession:
             )
             batch_size = self.pipeline.batch_size(step_name, args, kwargs)
         self.planned_step = step_name
-        self._note_total_weight(float(batch_size * self.communicator.layout.num_replicas))
+        shares = self.current_plan.replica_microbatches or (1,) * self.communicator.layout.num_replicas
+        self._note_total_weight(batch_size * sum(shares) / shares[0])  # the batch is replica 0's
         self._share_step_metrics()
         if self.communicator.global_rank == 0:
             Console(width=None if Console().is_terminal else 120).print(plan_table(self.current_plan))

@@ -151,7 +151,6 @@ def test_a_plan_is_refused_for_another_module_or_world_size() -> None:
         ({"mapping": DeviceMapping(stage_ranks=((1, 2, 3), (0,)))}, r"unlike numbers of replicas \(\[3, 1\]\)"),
         ({"mapping": DeviceMapping(stage_ranks=((1, 3), (0, 4)))}, "leaves others idle"),
         ({"schedule": ScheduleSpec(name="sliced_1f1b", num_sliced_first=2)}, "slices micro-batches"),
-        ({"replica_microbatches": (9, 7)}, r"unlike numbers of micro-batches \(\(9, 7\)\)"),
     ],
 )
 def test_a_plan_that_cannot_be_run_yet_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -159,6 +158,16 @@ def test_a_plan_that_cannot_be_run_yet_is_refused(changes: dict[str, Any], messa
     assert PipelinePlan.from_json(plan.to_json()) == plan
     with pytest.raises(PlanError, match=message):
         plan.require_world(4)
+
+
+def test_replicas_may_take_unlike_numbers_of_microbatches() -> None:
+    plan = a_plan(replica_microbatches=(9, 7))
+    plan.require_world(4)
+    assert plan.has_unlike_replicas
+    assert [plan.microbatches_of(index) for index in (0, 1)] == [9, 7]
+    equal = a_plan()
+    assert not equal.has_unlike_replicas
+    assert equal.microbatches_of(1) == equal.num_microbatches
 
 
 def cluster(*servers: str, model: str = "V100", memory_bytes: int = 16 * 2**30) -> tuple[Device, ...]:

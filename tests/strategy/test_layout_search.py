@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from lightning_autopipe import ConfigurationError, PlanError
 from lightning_autopipe.core import ClusterTopology, Device, DeviceMapping, Link, PipelinePlan, ScheduleSpec
-from lightning_autopipe.strategy import AutoPipeStrategy
+from lightning_autopipe.strategy import AutoPipeStrategy, layout_search
 from tests.harness import run_processes
 from tests.strategy.modules import InOrder, MlpModule, regression_data
 from tests.strategy.runs import Fit, Report, _run, assert_same_result, fit_plain
@@ -200,7 +201,13 @@ STREAM_FIT = fit_of(StreamModule, data=no_data, trainer_options={"max_epochs": 1
 def on_two_ranks() -> dict[str, tuple[Report, PipelinePlan, list[str]]]:
     results = {}
     drawing = fit_of(DrawingModule, data=no_data)
-    results["all open"] = searched(drawing)
+    with mock.patch.object(layout_search, "search", wraps=layout_search.search) as spy:
+        results["all open"] = searched(drawing)
+        searched(FIT, num_stages=1, num_replicas=2)
+        searched(FIT, num_stages=1, num_replicas=2, loss_over="batch")
+        # What loaders of map-style data allow is searched, but not where batches are compared as a whole.
+        equal_shares = [call.args[0].equal_shares for call in spy.call_args_list]
+    assert equal_shares == ([] if os.environ["RANK"] != "0" else [False, False, True])
     _, plan, _ = results["all open"]
     results["as found"] = searched(drawing, plan=plan)
     results["one batch"] = searched(fit_of(OneBatchModule, data=no_data))

@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_autopipe.strategy.replica_limit import shareable_counts
+from lightning_autopipe.strategy.replica_limit import can_be_dealt, shareable_counts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
 
@@ -92,3 +92,20 @@ def test_the_loader_that_ends_an_epoch_counts() -> None:
     assert counts(*loaders, val_check_interval=2) == (1, 2)
     assert counts(*loaders, mode="min_size", val_check_interval=2) == (1,)
     assert counts(of_eight(32), of_eight(9, drop_last=True)) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("loader", "may_inject", "expected"),
+    [
+        (of_eight(shuffle=True), True, True),
+        (of_eight(), False, False),
+        (of_eight(sampler=DistributedSampler(DATA, num_replicas=2, rank=0)), False, True),
+        (of_eight(sampler=DistributedSampler(DATA, num_replicas=4, rank=0)), False, False),
+        (DataLoader(DATA, batch_sampler=OtherBatches()), True, False),
+        ([[1], [2]], True, False),
+    ],
+)
+def test_global_batches_are_dealt_where_they_are_known(loader: Any, may_inject: bool, expected: bool) -> None:
+    loaders = CombinedLoader([of_eight(), loader] if may_inject else [loader], "min_size")
+    assert can_be_dealt(loaders, (1, 2), may_inject=may_inject) is expected
+    assert can_be_dealt(CombinedLoader([loader], "min_size"), (1,), may_inject=False)
