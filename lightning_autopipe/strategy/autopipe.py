@@ -27,6 +27,7 @@ from lightning_autopipe.strategy.predictions import silence_writers, unsilence_w
 from lightning_autopipe.strategy.refusals import refuse_other_namespace
 from lightning_autopipe.strategy.replica_shares import dealt
 from lightning_autopipe.strategy.session import TRAINING_STEP
+from lightning_autopipe.strategy.watching import make_watch
 
 
 class AutoPipeStrategy(ModuleStrategy):
@@ -62,7 +63,10 @@ class AutoPipeStrategy(ModuleStrategy):
             batch over all micro-batches and replicas.
         shard_optimizer: False; True is still to come.
         recompute: ``"auto"`` or False; True is still to come.
-        trace: Still to come.
+        trace: A folder for what steps 5 to 7 of a fit are measured to do, beside what was predicted, as a trace to open
+            in Perfetto and a picture; figures of all steps then go to the Trainer's loggers.
+        replan: ``"warn"`` tells where stages take other times than planned for long, with what a new plan would gain;
+            False does not.
         process_group_backend: ``"gloo"`` or ``"nccl"``; None is NCCL on CUDA devices, else gloo.
         timeout: How long a rank waits for another one before the run ends with an error; a timedelta, or seconds.
         accelerator: As in every Lightning strategy, and so the remaining ones.
@@ -97,7 +101,8 @@ class AutoPipeStrategy(ModuleStrategy):
         deferred_batch_norm: bool | Auto = False,
         shard_optimizer: bool = False,
         recompute: bool | Auto = "auto",
-        trace: Any = None,
+        trace: str | Path | None = None,
+        replan: str | bool = "warn",
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT_S,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -124,6 +129,7 @@ class AutoPipeStrategy(ModuleStrategy):
             shard_optimizer=shard_optimizer,
             recompute=recompute,
             trace=trace,
+            replan=replan,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
@@ -143,6 +149,7 @@ class AutoPipeStrategy(ModuleStrategy):
             precision_plugin=precision_plugin,
         )
         self._random_state_after_peek: list[dict[str, Any]] = []
+        self._is_first_step = False
 
     def __repr__(self) -> str:
         # Lightning shows it where the Trainer of its other name is given this strategy.
@@ -185,6 +192,7 @@ class AutoPipeStrategy(ModuleStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready(TRAINING_STEP, args, kwargs)
         with self.naming_first_error(), self.precision_plugin.train_step_context():
+            self._watch_step()
             return self.session.run_training_step(
                 args,
                 kwargs,
@@ -242,9 +250,19 @@ class AutoPipeStrategy(ModuleStrategy):
         with self.precision_plugin.forward_context():
             self.session.plan(step_name, args, kwargs)
 
+    def _watch_step(self) -> None:
+        session = self.session
+        if self._is_first_step:
+            self._is_first_step = False
+            session.watch = make_watch(self.trainer, session, self.options, self._planned_cluster)
+        if session.watch is not None:
+            session.watch.begin_step()
+            session.pipeline.observer = session.watch.recorder
+
     # Hooks --------------------------------------------------------------------
 
     def on_train_start(self) -> None:
+        self._is_first_step = True
         if self._random_state_after_peek:
             _set_rng_states(self._random_state_after_peek.pop())
 
@@ -256,6 +274,12 @@ class AutoPipeStrategy(ModuleStrategy):
         except SIGTERMException:
             self._ends_together = True
             raise
+
+    def on_train_end(self) -> None:
+        watch = self.session.watch
+        if watch is not None:
+            with self.naming_first_error():
+                watch.end()
 
     def on_validation_start(self) -> None:
         self._sync_buffers()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.core.timeline import StepEnd
 from lightning_autopipe.strategy.checkpoint import load_checked, save_atomically, whole_state_dict
 from lightning_autopipe.strategy.clipping import PipelineClipping
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
@@ -112,6 +113,7 @@ class ModuleStrategy(PlanningStrategy):
     def teardown(self) -> None:
         session = self._session
         if session is not None:
+            session.watch = None
             if session.is_ready and self.options.gather_after_fit and not self.is_interrupted:
                 # Not only after a fit: an evaluation after it must not leave rank 0 with less.
                 session.gather_on_rank_zero()
@@ -153,6 +155,13 @@ class ModuleStrategy(PlanningStrategy):
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        watch = self.session.watch
+        if watch is not None:
+            watch.recorder.note_rest(StepEnd.OPTIMIZER)
+        return result
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of the optimizer on the whole module; complete on global rank 0."""

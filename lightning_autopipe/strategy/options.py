@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
@@ -79,8 +79,12 @@ class StrategyOptions:
     """Share the optimizer's state between replicas; True is still to come."""
     recompute: bool | Auto = "auto"
     """Recompute activations in the backward; True is still to come."""
-    trace: Any = None
-    """Where to write a trace of the run; still to come."""
+    trace: str | os.PathLike[str] | None = None
+    """A folder for what some steps of a fit are measured to do, which also has figures logged. None or ``"auto"``:
+    nothing is measured."""
+    replan: str | bool = "warn"
+    """``"warn"``: tell where stages take other times than planned for long, with what a new plan would gain; only for
+    plans of measured layers. False: not."""
     process_group_backend: str | None = None
     """``"gloo"`` or ``"nccl"``. None: NCCL on CUDA devices, else gloo."""
     timeout: timedelta | float = DEFAULT_TIMEOUT_S
@@ -96,6 +100,8 @@ class StrategyOptions:
         _check_bool("gather_after_fit", self.gather_after_fit)
         _check_choice("verify", self.verify, ("auto", True, False))
         _check_choice("deferred_batch_norm", self.deferred_batch_norm, ("auto", True, False))
+        _check_choice("replan", self.replan, ("auto", "warn", False))
+        self._check_trace()
         self._check_loss_over()
         self._check_partition()
         self._check_cut_after()
@@ -111,6 +117,11 @@ class StrategyOptions:
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else float(self.timeout)
 
     @property
+    def trace_folder(self) -> str | None:
+        """Where a trace goes; None: nowhere."""
+        return None if self.trace in (None, "auto") else os.fspath(self.trace)
+
+    @property
     def schedule_name(self) -> str:
         """The schedule, ``"auto"`` where it is free: a loss over the batch needs all forwards before a backward."""
         return "gpipe" if self.loss_over == "batch" else self.schedule
@@ -124,6 +135,12 @@ class StrategyOptions:
                 "loss_over='batch' needs the outputs of all micro-batches before the first backward, which is "
                 f"schedule='gpipe'; got {given!r}. Set schedule='gpipe' or leave it unset"
             )
+
+    def _check_trace(self) -> None:
+        if not isinstance(self.trace, (str, os.PathLike, type(None))):
+            raise ConfigurationError(f"trace must be a folder's path or None; got {self.trace!r}")
+        if self.trace_folder is not None and os.path.isfile(self.trace_folder):
+            raise ConfigurationError(f"trace={self.trace_folder!r} must be a folder, but it is a file")
 
     def _check_partition(self) -> None:
         partition = self.partition
@@ -214,7 +231,6 @@ class StrategyOptions:
         for name, allowed in (
             ("shard_optimizer", (False, "auto")),
             ("recompute", ("auto", False)),
-            ("trace", (None, "auto")),
         ):
             value = getattr(self, name)
             if not any(type(value) is type(choice) and value == choice for choice in allowed):

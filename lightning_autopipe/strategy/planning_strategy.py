@@ -39,6 +39,8 @@ class PlanningStrategy(ProcessStrategy):
         self._session: PipelineSession | None = None
         self._loaders: list[PipelineLoader] = []
         self._found_profile: ModelProfile | None = None
+        self._planned_cluster: ClusterTopology | None = None
+        """What the plan was searched for."""
 
     @property
     def session(self) -> PipelineSession:
@@ -141,6 +143,7 @@ class PlanningStrategy(ProcessStrategy):
                         or not can_be_dealt(loaders, counts or [self.layout.num_replicas], may_inject=may_inject),
                     )
                 self._found_profile = None if plan is None else self._session.current_profile
+                self._planned_cluster = None if plan is None else topology
                 return plan, problem
         finally:
             patches.remove()

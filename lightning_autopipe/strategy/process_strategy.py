@@ -39,6 +39,7 @@ from lightning_autopipe.strategy.launcher import ScriptLauncher, forget_another_
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.random_state import default_sampler_seed
 from lightning_autopipe.strategy.refusals import refuse_interactive_session, refuse_sync_batchnorm
+from lightning_autopipe.strategy.trace_files import check_folder
 
 T = TypeVar("T")
 
@@ -166,6 +167,8 @@ class ProcessStrategy(ParallelStrategy):
         refuse_sync_batchnorm(self._layer_sync)
         # What one process can tell alone is refused in the Trainer's own line.
         check_place(self._introduction(), self.parallel_devices or ())
+        if self.options.trace_folder is not None and self.global_rank == 0:
+            check_folder(self.options.trace_folder)
         assert self.layout
         if self.world_size > 1:
             refuse_interactive_session(self.world_size)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
+from lightning_autopipe.core.timeline import StepEnd
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
 from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.runtime.tied_parameters import TiedParameters
@@ -34,6 +35,7 @@ from lightning_autopipe.strategy.placement import broadcast_tensors, move_module
 from lightning_autopipe.strategy.planning import make_pipeline, plan_pipeline
 from lightning_autopipe.strategy.step_exchange import StepResult, exchange_prediction, exchange_step
 from lightning_autopipe.strategy.step_log import StepRecorder
+from lightning_autopipe.strategy.step_watch import StepWatch
 from lightning_autopipe.visualization import plan_table
 
 _log = logging.getLogger(__name__)
@@ -75,6 +77,8 @@ class PipelineSession:
         self.current_plan: PipelinePlan | None = None
         self.current_profile: ModelProfile | None = None
         self.optimizers: list[WholeOptimizer] = []
+        self.watch: StepWatch | None = None
+        """Sees the training steps of a fit; None: nobody wants to know."""
         self._loss_scale = 1.0
         self._gradient_divisor = 1.0
         self.options = options
@@ -260,7 +264,12 @@ class PipelineSession:
     def commit_gradients(self, *, accumulated_batches: int, reduce: bool) -> None:
         """Adds the last training step's gradients to those of the parameters."""
         assert self._ledger is not None
-        self._ledger.commit(divisor=self._gradient_divisor * accumulated_batches, reduce=reduce)
+        has_sums = reduce and self.communicator.layout.num_replicas > 1
+        with self._timed(StepEnd.GRADIENTS) if has_sums else contextlib.nullcontext():
+            self._ledger.commit(divisor=self._gradient_divisor * accumulated_batches, reduce=reduce)
+
+    def _timed(self, what: StepEnd) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.watch is None else self.watch.recorder.timed(what)
 
     def _note_total_weight(self, total_weight: float) -> None:
         """Scale the next losses by about what this one's gradients are divided by.
@@ -276,7 +285,15 @@ class PipelineSession:
         for call in calls.values():
             if call.metric_attribute is not None:
                 call.step_value = step_values.get(call.metric_attribute)
-        result = exchange_step(outcome, calls, self.communicator, training=training)
+        watch = self.watch if training else None
+        if watch is None:
+            result = exchange_step(outcome, calls, self.communicator, training=training)
+        else:
+            watch.schedule_ended(num_samples=sum(outcome.sizes), has_ties=self._ties is not None)
+            with watch.recorder.timed(StepEnd.EXCHANGE):
+                result = exchange_step(outcome, calls, self.communicator, training=training, notes=watch.notes)
+            watch.take(result.notes)
+            self.pipeline.observer = None  # an evaluation may be next
         self.recorder.replay(result.calls, self.device)
         return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ class StepResult:
     """What the step logged."""
     total_weight: float
     """Sum of the loss's weights."""
+    notes: list[list[Any]] = field(default_factory=list)
+    """Of each rank."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +37,7 @@ class _RankReport:
     losses: list[float] = field(default_factory=list)
     loss_dtype: torch.dtype | None = None
     output: Any = None
+    notes: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,10 +45,16 @@ class _ReplicaReport:
     calls: dict[LogKey, LoggedCall]
     loss: Aggregate
     total_weight: float
+    notes: list[list[Any]]
 
 
 def exchange_step(
-    outcome: StepOutcome, calls: dict[LogKey, LoggedCall], communicator: Communicator, *, training: bool
+    outcome: StepOutcome,
+    calls: dict[LogKey, LoggedCall],
+    communicator: Communicator,
+    *,
+    training: bool,
+    notes: Sequence[Any] = (),
 ) -> StepResult:
     """Aggregates a training or evaluation step over micro-batches and replicas. Collective over all ranks.
 
@@ -54,6 +63,7 @@ def exchange_step(
         calls: What this rank recorded.
         communicator: This rank's groups.
         training: Whether a missing loss is impossible.
+        notes: What this rank tells all others of something else.
     """
     weights = _to_host(outcome.weights)
     losses = _to_host(outcome.losses)
@@ -66,6 +76,7 @@ def exchange_step(
         losses=losses,
         loss_dtype=outcome.losses[0].dtype if outcome.losses else None,
         output=for_other_stages(output),
+        notes=list(notes),
     )
     reports: list[_RankReport] = communicator.gather_in_pipeline(own)
     last = reports[-1]
@@ -79,7 +90,12 @@ def exchange_step(
     if len(last.losses) == len(last.loss_weights):
         for value, weight in zip(last.losses, last.loss_weights, strict=True):
             loss.add(value, weight)
-    replica = _ReplicaReport(calls=merged, loss=loss, total_weight=sum(last.loss_weights))
+    replica = _ReplicaReport(
+        calls=merged,
+        loss=loss,
+        total_weight=sum(last.loss_weights),
+        notes=[report.notes for report in reports],
+    )
     replicas: list[_ReplicaReport] = communicator.gather_over_replicas(replica)
     whole_loss = Aggregate()
     for one in replicas:
@@ -92,6 +108,7 @@ def exchange_step(
         output=output,
         calls=merge_replicas([one.calls for one in replicas]),
         total_weight=sum(one.total_weight for one in replicas),
+        notes=[of_rank for one in replicas for of_rank in one.notes],
     )
 
 

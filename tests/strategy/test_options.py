@@ -97,7 +97,9 @@ def test_auto_is_allowed_wherever_something_is_chosen(name: str) -> None:
         ({"deferred_batch_norm": 1}, "deferred_batch_norm must be one of 'auto', True, False; got 1"),
         ({"shard_optimizer": 1}, "shard_optimizer=1 is not supported yet"),
         ({"recompute": True}, "recompute=True is not supported yet"),
-        ({"trace": "trace.json"}, "trace=.* is not supported yet"),
+        ({"trace": 3}, "trace must be a folder's path or None; got 3"),
+        ({"trace": __file__}, "must be a folder, but it is a file"),
+        ({"replan": True}, "replan must be one of 'auto', 'warn', False; got True"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:
