@@ -8,7 +8,6 @@ import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +20,7 @@ from benchmarks.namespaces import enter_namespace
 from benchmarks.peers.torch_pipelining import TorchPipeline, stages_of
 from benchmarks.replayed_stage import ReplayedStage
 from benchmarks.sleeping import be_prompt
-from benchmarks.stage_modules import Seconds, StageMaker
+from benchmarks.stage_modules import Seconds, Sleeping, StageMaker
 from lightning_autopipe.cluster.flows import MeasuredRound
 from lightning_autopipe.cluster.measure import measure_links
 from lightning_autopipe.core import ParallelLayout
@@ -274,11 +273,18 @@ class OurPipeline:
 
     def alone(self) -> tuple[int, tuple[Seconds, ...]]:
         """The stage, and what it takes for a micro-batch and for its slices, without others."""
-        measure = partial(
-            seconds_alone,
-            self.module,
-            is_first=self.stage_index == 0,
-            loss=mean_square if self._is_last else None,
-            num_repeats=NUM_ALONE,
-        )
-        return self.stage_index, tuple(measure(inputs=self._entry.model.inputs(n)) for n in self._entry.unit_sizes())
+        model = self._entry.model
+        assert isinstance(model, Sleeping), "only of stages that sleep it is known what they take"
+        taken = []
+        for num_samples in self._entry.unit_sizes():
+            seconds = model.seconds[num_samples]
+            measured = seconds_alone(
+                self.module,
+                inputs=model.inputs(num_samples),
+                is_first=self.stage_index == 0,
+                loss=mean_square if self._is_last else None,
+                num_repeats=NUM_ALONE,
+                weight_share=seconds.weight / seconds.backward if seconds.weight else 0.0,
+            )
+            taken.append(measured)
+        return self.stage_index, tuple(taken)

@@ -251,9 +251,9 @@ def zero_bubble(num_repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
     simulated = {}
     for number in NUM_MICROBATCHES:
         model = a_model(NUM_STAGES, number, {NUM_SAMPLES: SPLIT})
-        space = model.space(num_microbatches=number, memory_of="first stage of 1F1B", kinds=[ZERO_BUBBLE])
+        space = model.space(num_microbatches=number, memory_of="first stages of 1F1B", kinds=[ZERO_BUBBLE])
         candidate = planned(space)
-        simulated[number] = candidate.step_s / SPLIT.forward
+        simulated[number] = round(candidate.step_s / SPLIT.forward, 6)
         part.ours(f"planned, M={number}", model, candidate)
         part.torch(f"torch 1F1B, M={number}", model)
         part.torch(f"torch ZB1P, M={number}", model, schedule=torch_pipelining.ZERO_BUBBLE)

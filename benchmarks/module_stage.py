@@ -54,8 +54,19 @@ def unit_shares(batch: Tensor, slices: Sequence[int]) -> list[Tensor]:
     ]
 
 
-def seconds_alone(module: nn.Module, *, inputs: Tensor, is_first: bool, loss: Loss | None, num_repeats: int) -> Seconds:
-    """What a stage takes for a micro-batch of some size, by medians of runs without others."""
+def seconds_alone(
+    module: nn.Module, *, inputs: Tensor, is_first: bool, loss: Loss | None, num_repeats: int, weight_share: float
+) -> Seconds:
+    """What a stage takes for a micro-batch of some size, by medians of runs without others.
+
+    Args:
+        module: the stage.
+        inputs: of that size.
+        is_first: whether it hands no gradient on.
+        loss: of the last stage.
+        num_repeats: runs.
+        weight_share: what share of the backward is known to be for gradients of parameters.
+    """
     forward_s: list[float] = []
     backward_s: list[float] = []
     for _ in range(num_repeats):
@@ -67,4 +78,5 @@ def seconds_alone(module: nn.Module, *, inputs: Tensor, is_first: bool, loss: Lo
         torch.autograd.backward([root], [torch.zeros_like(root)])
         forward_s.append(middle - begin)
         backward_s.append(time.perf_counter() - middle)
-    return Seconds(statistics.median(forward_s), statistics.median(backward_s))
+    whole_s = statistics.median(backward_s)
+    return Seconds(statistics.median(forward_s), (1 - weight_share) * whole_s, weight_share * whole_s)

@@ -20,7 +20,7 @@ from lightning_autopipe.planner.workload import StageWork
 from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.schedules.stash import peak_stash_size
 
-MemoryOf = Literal["any", "each stage of 1F1B", "first stage of 1F1B"]
+MemoryOf = Literal["any", "each stage of 1F1B", "first stages of 1F1B"]
 KEPT_BYTES = 64 << 20
 """What a stage is taken to keep of a whole micro-batch: so much that messages in buffers hardly count beside it."""
 MUCH_BYTES = 1 << 45
@@ -102,20 +102,16 @@ class PlannedModel:
             min(self.num_stages - index, self.num_microbatches) * KEPT_BYTES for index in range(self.num_stages)
         )
 
-    def plain_memory_bytes(self) -> tuple[int, ...]:
-        """What each stage needs for plain 1F1B of whole micro-batches by the planner's account."""
-        cost = CostModel(self.profile())
-        found = []
-        for index in range(self.num_stages):
-            memory = stage_memory(
-                cost,
-                range(index, index + 1),
-                num_microbatches=self.num_microbatches,
-                microbatch_size=self.whole,
-                optimizer_state_ratio=2.0,
-            )
-            found.append(memory.peak_bytes(min(self.num_stages - index, self.num_microbatches)))
-        return tuple(found)
+    def memory_bytes(self, stage_index: int, num_alive: int) -> int:
+        """What a stage needs, by the planner's account, to keep some whole micro-batches."""
+        memory = stage_memory(
+            CostModel(self.profile()),
+            range(stage_index, stage_index + 1),
+            num_microbatches=self.num_microbatches,
+            microbatch_size=self.whole,
+            optimizer_state_ratio=2.0,
+        )
+        return memory.peak_bytes(min(num_alive, self.num_microbatches))
 
     def space(
         self,
@@ -134,13 +130,16 @@ class PlannedModel:
             links: between them.
             num_microbatches: so many; None: as the planner likes.
             memory_of: what each device has: as much as wanted, what plain 1F1B of whole micro-batches needs on the
-                stage that the launcher's order gives it, or what it needs on its first stage.
+                stage that the launcher's order gives it, or what any stage needs for as many as its first one keeps.
             kinds: schedules that it may choose beside 1F1B of any depths.
             is_pinned: whether that order is to be kept: stage s on rank ``num_stages - 1 - s``.
         """
-        memory = self.plain_memory_bytes()[::-1]
-        if memory_of != "each stage of 1F1B":
-            memory = (max(memory) if memory_of == "first stage of 1F1B" else MUCH_BYTES,) * self.num_stages
+        positions = range(self.num_stages)
+        memory = [MUCH_BYTES] * self.num_stages
+        if memory_of == "each stage of 1F1B":
+            memory = [self.memory_bytes(index, self.num_stages - index) for index in reversed(positions)]
+        elif memory_of == "first stages of 1F1B":
+            memory = [max(self.memory_bytes(index, self.num_stages) for index in positions)] * self.num_stages
         devices = tuple(
             Device(
                 global_rank=rank,
@@ -231,8 +230,8 @@ def _measured(work: StageWork, taken: Sequence[Seconds], overhead_s: float) -> S
         replace(
             unit,
             forward_s=seconds.forward + overhead_s,
-            backward_s=seconds.backward + overhead_s,
-            backward_weight_s=seconds.weight + overhead_s,
+            backward_s=seconds.backward + (2 if seconds.weight else 1) * overhead_s,
+            backward_weight_s=seconds.weight + overhead_s if seconds.weight else 0.0,
         )
         for unit, seconds in zip(work.units, taken, strict=True)
     )

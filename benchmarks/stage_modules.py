@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -70,8 +71,8 @@ class Sleeping:
 class _SleepingStage(nn.Module):
     """Its backward is a fork: a sum of two numbers, of which one leads to what came in, the other to the parameter.
 
-    So whoever splits backwards in two sleeps for each part once. The sum is one of torch's own operations, as custom
-    functions compute all their gradients at once.
+    So whoever splits backwards in two sleeps for each part once. The fork, and the way from it to the parameter, are of
+    torch's own operations: custom functions compute all their gradients at once.
     """
 
     def __init__(self, model: Sleeping, *, is_first: bool, is_last: bool) -> None:
@@ -86,12 +87,19 @@ class _SleepingStage(nn.Module):
         num_samples = values.shape[0]
         seconds = self._seconds[num_samples]
         source = self.source if self._is_first else values
-        fork = _Branch.apply(source, seconds.input) + _Branch.apply(self.weight, seconds.weight)
+        to_weight = self.weight * 1.0
+        if seconds.weight:
+            to_weight.register_hook(partial(_sleep, seconds.weight))
+        fork = _ToInput.apply(source, seconds.input) + to_weight
         output: Tensor = _Forward.apply(fork, seconds.forward, (num_samples, self._width))
         return output
 
 
-class _Branch(torch.autograd.Function):
+def _sleep(seconds: float, gradient: Tensor) -> None:
+    time.sleep(seconds)
+
+
+class _ToInput(torch.autograd.Function):
     """Gives a number; sleeps in its backward."""
 
     @staticmethod
@@ -101,8 +109,7 @@ class _Branch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        if ctx.seconds:
-            time.sleep(ctx.seconds)
+        time.sleep(ctx.seconds)
         return _unread(gradients[0], ctx.shape), None
 
 

@@ -55,6 +55,7 @@ class TorchPipeline:
         made: Any = getattr(pipelining, schedule)
         is_single = schedule in (ONE_F_ONE_B, GPIPE)
         self._schedule = made(stages[0] if is_single else stages, num_microbatches, loss_fn=loss, scale_grads=True)
+        self.modules = modules
         self._inputs: Sequence[Tensor] = (batch,) if 0 in modules else ()
         is_last = num_stages - 1 in modules
         self._more = {"target": torch.zeros(len(batch), 1)} if is_last else {}
