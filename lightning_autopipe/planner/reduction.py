@@ -57,15 +57,15 @@ def step_end_reductions(
     found += [
         Reduction(is_tie=False, members=tuple(ranks), num_bytes=num_bytes)
         for ranks, num_bytes in zip(stage_ranks, reduced_bytes, strict=True)
-        if len(ranks) > 1
     ]
-    return [reduction for reduction in found if reduction.num_bytes > 0]
+    return [reduction for reduction in found if reduction.num_bytes > 0 and len(reduction.members) > 1]
 
 
 def _replica_by_replica(stage_ranks: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """All ranks of some stages: the first one of each, then the second one of those that have it, and so on."""
     most = max(map(len, stage_ranks))
-    return tuple(ranks[index] for index in range(most) for ranks in stage_ranks if index < len(ranks))
+    found = (ranks[index] for index in range(most) for ranks in stage_ranks if index < len(ranks))
+    return tuple(dict.fromkeys(found))  # a rank may run several of the stages
 
 
 class GradientBytes:

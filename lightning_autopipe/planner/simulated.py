@@ -1,9 +1,10 @@
-"""The stages of a step while it is simulated, and what becomes a timeline of them."""
+"""The ranks of a step while it is simulated, and what becomes a timeline of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.schedule import Action, ActionType, Schedule
@@ -11,6 +12,7 @@ from lightning_autopipe.core.timeline import StepEnd, Timeline, TimelineEvent
 from lightning_autopipe.planner.reduction import Reduction
 from lightning_autopipe.planner.workload import StageWork, StepWork
 from lightning_autopipe.schedules.dependencies import on_stage
+from lightning_autopipe.schedules.merging import merged_microbatches
 from lightning_autopipe.schedules.stash import slice_counts
 
 _NOT_THERE = -1.0
@@ -18,14 +20,21 @@ _NOT_THERE = -1.0
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Node:
-    """One rank: a stage of a replica, or of one its own share of the micro-batches.
+    """One rank of a replica, with the stages that it runs.
 
-    A computation's *code* says what it is for: twice the number of its micro-batch's slice, one more for a backward.
+    A computation's *code* says which input it takes and which result it gives, counted through the rank's stages: twice
+    the number of the micro-batch's slice, one more for a backward or its input part. The last code is for what takes
+    nothing from others and gives nothing to them: weight parts.
     """
 
     index: int
     global_rank: int
-    work: StageWork
+    works: Sequence[StageWork]
+    """Of its stages, in turn."""
+    turn_of: Mapping[int, int]
+    """Position in ``works`` of each of its stages."""
+    num_slices: Sequence[int]
+    """Of each micro-batch."""
     actions: list[Action] = field(default_factory=list)
     """Its computations, in order."""
     codes: list[int] = field(default_factory=list)
@@ -33,14 +42,14 @@ class Node:
     seconds: list[float] = field(default_factory=list)
     """Of each computation."""
     num_actions: int = 0
-    shares: list[float]
-    """By code, the share of a micro-batch that it is for."""
     sends: dict[int, Action] = field(default_factory=dict)
     """By code, the send of the result, as far as the schedule names it."""
     arrived: list[float]
     """By code, when the input is there; negative before."""
-    outputs: tuple[Output | None, Output | None] = (None, None)
-    """Of forwards and of backwards; None at the ends of the pipeline."""
+    outputs: list[Output | None] = field(default_factory=list)
+    """By code, where the result goes; None where nobody waits for it."""
+    sent: list[tuple[int, float, float]] = field(default_factory=list)
+    """Code, when it was handed over, and when it arrived."""
     position: int = 0
     """Of the computation that runs or waits."""
     starts: list[float] = field(default_factory=list)
@@ -52,23 +61,21 @@ class Node:
     end_s: float = 0.0
     """When it has computed and reduced everything."""
 
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Output:
-    """Where a rank sends the results of its forwards, or of its backwards."""
-
-    ways: Sequence[Way]
-    """By code, to the rank that has the micro-batch on the next stage."""
-    bytes_by_code: Sequence[float]
-    sent: list[tuple[int, float, float]] = field(default_factory=list)
-    """Code, when it was handed over, and when it arrived."""
+    @property
+    def optimizer_s(self) -> float:
+        """What all its stages take to step."""
+        return sum(work.optimizer_s for work in self.works)
 
 
 @dataclass(slots=True, eq=False)
-class Way:
-    """From one rank to another."""
+class Output:
+    """The message with the result of a computation."""
 
     receiver: Node
+    """The rank that has the micro-batch on the next stage, or on the one before."""
+    code_offset: int
+    """What the receiver's code has more than the sender's."""
+    num_bytes: float
     route: int = -1
     """Index of the route; -1: none that takes time for a byte."""
     latency_s: float = 0.0
@@ -89,104 +96,183 @@ class RunningReduction:
 
 
 def make_nodes(step: StepWork) -> list[Node]:
-    """All stages of all replicas, before anything has run.
+    """All ranks of all replicas, before anything has run.
 
     Raises:
-        PlanError: a schedule has more slices to a micro-batch than were priced.
+        PlanError: a schedule has more slices to a micro-batch than were priced, or several ranks of a stage have the
+            same micro-batch.
     """
     nodes: list[Node] = []
-    lists_by_stage = step.lists_by_stage
-    stage_indices = step.stage_indices or range(step.num_stages)
-    last = step.num_stages - 1
     for works, schedule, ranks in zip(step.stages, step.schedules, step.list_ranks, strict=True):
-        num_slices = slice_counts(schedule)
-        most_slices = max(num_slices)
-        slices_by_code = [number for number in num_slices for _ in range(2 * most_slices)]
-        shares = [1 / number for number in slices_by_code]
-        _check_priced(schedule, works, most_slices)
-        pipeline = [
-            Node(
-                index=len(nodes) + index,
-                global_rank=ranks[index],
-                work=work,
-                shares=shares,
-                # The first stage has the batch, the last one the loss.
-                arrived=[0.0 if stage_index == 0 else _NOT_THERE, 0.0 if stage_index == last else _NOT_THERE]
-                * (len(slices_by_code) // 2),
-            )
-            for index, (work, stage_index) in enumerate(zip(works, stage_indices, strict=True))
-        ]
-        for node, actions in zip(pipeline, schedule.actions_by_rank, strict=True):
-            _read(node, actions, slices_by_code, most_slices)
-        owners = [_owners([pipeline[index] for index in lists], len(slices_by_code)) for lists in lists_by_stage]
-        for node, stage_index in zip(pipeline, stage_indices, strict=True):
-            units = [node.work.units[number - 1] for number in slices_by_code]
-            forward = backward = None
-            if stage_index < last:
-                forward = _output(owners[stage_index + 1], [unit.sent_bytes for unit in units])
-            if stage_index > 0:
-                backward = _output(owners[stage_index - 1], [unit.gradient_bytes for unit in units])
-            node.outputs = (forward, backward)
-        nodes.extend(pipeline)
+        nodes.extend(_Pipeline(step, works, schedule).make_nodes(ranks, len(nodes)))
     return nodes
 
 
-def _owners(stage: Sequence[Node], num_codes: int) -> list[Node]:
-    """By code, the rank of a stage that has the micro-batch.
+class _Pipeline:
+    """Makes the nodes of one replica.
 
-    Raises:
-        PlanError: several have it.
+    Args:
+        step: what it is of.
+        works: of the replica's stages, or of its lists where stages have several.
+        schedule: of the replica.
     """
-    if len(stage) == 1:
-        return [stage[0]] * num_codes
-    owners: dict[int, Node] = {}
-    for node in stage:
-        for code, action in zip(node.codes, node.actions, strict=True):
-            other = owners.setdefault(code >> 1, node)
-            if other is not node:
-                raise PlanError(f"{action}: rank {other.global_rank} has this micro-batch; give it to one rank a stage")
-    return [owners.get(code >> 1, stage[0]) for code in range(num_codes)]
 
+    def __init__(self, step: StepWork, works: Sequence[StageWork], schedule: Schedule) -> None:
+        self._works, self._schedule = works, schedule
+        self._stage_indices = step.stage_indices or range(len(works))
+        self._num_slices = slice_counts(schedule)
+        self._most_slices = max(self._num_slices)
+        for stage_index, work in enumerate(works):
+            if self._most_slices > len(work.units):
+                raise PlanError(
+                    f"schedule {schedule.name!r} runs micro-batches in {self._most_slices} slices, but stage "
+                    f"{stage_index} is priced for at most {len(work.units)}"
+                )
+        self._slices_by_code = [number for number in self._num_slices for _ in range(2 * self._most_slices)]
+        self._num_codes = len(self._slices_by_code)  # of one stage
 
-def _output(owners: Sequence[Node], bytes_by_code: Sequence[float]) -> Output:
-    ways = {owner.index: Way(owner) for owner in owners}
-    return Output(ways=[ways[owner.index] for owner in owners], bytes_by_code=bytes_by_code)
-
-
-def _check_priced(schedule: Schedule, stages: Sequence[StageWork], most_slices: int) -> None:
-    for stage_index, work in enumerate(stages):
-        if most_slices > len(work.units):
-            raise PlanError(
-                f"schedule {schedule.name!r} runs micro-batches in {most_slices} slices, but stage {stage_index} is "
-                f"priced for at most {len(work.units)}"
+    def make_nodes(self, ranks: Sequence[int], first_index: int) -> list[Node]:
+        """The nodes, numbered from the first one's index on."""
+        num_lists = self._schedule.num_ranks
+        last = max(self._stage_indices)
+        nodes = []
+        for position, actions in enumerate(self._schedule.actions_by_rank):
+            own = self._stage_indices[position::num_lists]
+            # The first stage has the batch, the last one the loss.
+            inputs = [[0.0 if stage_index == end else _NOT_THERE for end in (0, last)] for stage_index in own]
+            node = Node(
+                index=first_index + position,
+                global_rank=ranks[position],
+                works=self._works[position::num_lists],
+                turn_of={stage_index: turn for turn, stage_index in enumerate(own)},
+                num_slices=self._num_slices,
+                arrived=[*chain.from_iterable(pair * (self._num_codes // 2) for pair in inputs), 0.0],
             )
+            self._read(node, actions)
+            node.outputs = [None] * len(node.arrived)
+            nodes.append(node)
+        by_stage: list[list[Node]] = [[] for _ in range(last + 1)]
+        for index, stage_index in enumerate(self._stage_indices):
+            by_stage[stage_index].append(nodes[index % num_lists])
+        owners = [self._owners(of_stage) for of_stage in by_stage]
+        for index, stage_index in enumerate(self._stage_indices):
+            for neighbour in (stage_index + 1, stage_index - 1):
+                if 0 <= neighbour <= last:
+                    sender, work = nodes[index % num_lists], self._works[index]
+                    self._connect(sender, stage_index, work, neighbour, owners[neighbour])
+        if self._most_slices > 1:
+            for stage_index in range(last):
+                self._merge(
+                    nodes[stage_index], nodes[stage_index + 1], merged_microbatches(self._schedule, stage_index)
+                )
+        return nodes
 
-
-def _read(node: Node, actions: Sequence[Action], slices_by_code: Sequence[int], most_slices: int) -> None:
-    """Takes computations from a stage's list, and the names of sends; receives are posted early and take no time."""
-    seconds = [(unit.forward_s, unit.backward_s) for unit in node.work.units]
-    forward, backward = ActionType.FORWARD, ActionType.BACKWARD
-    for action in actions:
-        kind = action.type
-        code = 2 * (most_slices * action.microbatch_index + (action.slice_index or 0))
-        if kind is forward or kind is backward:
-            code += kind is backward
+    def _read(self, node: Node, actions: Sequence[Action]) -> None:
+        """Takes computations from a list, and the names of sends; receives are posted early and take no time."""
+        seconds = [
+            [
+                (
+                    unit.forward_s,
+                    unit.backward_s,
+                    unit.backward_s - unit.backward_weight_s,
+                    unit.backward_weight_s,
+                )
+                for unit in work.units
+            ]
+            for work in node.works
+        ]
+        forward, backward = ActionType.FORWARD, ActionType.BACKWARD
+        turn_of, num_slices, num_codes, most_slices = node.turn_of, self._num_slices, self._num_codes, self._most_slices
+        for action in actions:
+            kind, microbatch_index = action.type, action.microbatch_index
+            turn = turn_of[action.stage_index]
+            code = turn * num_codes + 2 * (most_slices * microbatch_index + (action.slice_index or 0))
+            if kind is forward:
+                column = 0
+            elif kind is backward:
+                column = 1
+                code += 1
+            elif kind is ActionType.BACKWARD_INPUT:
+                column = 2
+                code += 1
+            elif kind is ActionType.BACKWARD_WEIGHT:
+                column = 3
+                code = len(node.arrived) - 1
+            else:
+                if kind.is_send:
+                    node.sends[code + (kind is ActionType.SEND_GRADIENT)] = action
+                continue
             node.actions.append(action)
             node.codes.append(code)
-            node.seconds.append(seconds[slices_by_code[code] - 1][code & 1])
-        elif kind is ActionType.SEND_ACTIVATION:
-            node.sends[code] = action
-        elif kind is ActionType.SEND_GRADIENT:
-            node.sends[code + 1] = action
-    node.num_actions = len(node.actions)
+            node.seconds.append(seconds[turn][num_slices[microbatch_index] - 1][column])
+        node.num_actions = len(node.actions)
+
+    def _owners(self, stage: Sequence[Node]) -> list[Node]:
+        """By number of a micro-batch's slice, the rank of a stage that has it; of one rank, that alone.
+
+        Raises:
+            PlanError: several have it.
+        """
+        if len(stage) == 1:
+            return [stage[0]]
+        owners: dict[int, Node] = {}
+        for node in stage:
+            for code, action in zip(node.codes, node.actions, strict=True):
+                other = owners.setdefault(code >> 1, node)
+                if other is not node:
+                    raise PlanError(
+                        f"{action}: rank {other.global_rank} has this micro-batch; give it to one rank a stage"
+                    )
+        return [owners.get(number, stage[0]) for number in range(self._num_codes // 2)]
+
+    def _connect(self, sender: Node, stage_index: int, work: StageWork, neighbour: int, owners: Sequence[Node]) -> None:
+        """Lets the results of a stage go to a neighbour's ranks."""
+        is_back = neighbour < stage_index
+        begin = self._num_codes * sender.turn_of[stage_index]
+        code_offset = self._num_codes * owners[0].turn_of[neighbour] - begin
+        slices = self._slices_by_code[::2]
+        found: dict[tuple[int, int], Output] = {}
+        outputs = []
+        for owner, number in zip(owners if len(owners) > 1 else repeat(owners[0]), slices, strict=False):
+            key = owner.index, number
+            if key not in found:
+                unit = work.units[number - 1]
+                found[key] = Output(owner, code_offset, unit.gradient_bytes if is_back else unit.sent_bytes)
+            outputs.append(found[key])
+        sender.outputs[begin + is_back : begin + self._num_codes : 2] = outputs
+
+    def _merge(self, sender: Node, receiver: Node, microbatches: frozenset[int]) -> None:
+        """Makes one message of the forwards' results of all slices of some micro-batches."""
+        last_run, first_needed = (
+            {
+                action.microbatch_index: (code, action)
+                for code, action in order(list(zip(node.codes, node.actions, strict=True)))
+                if action.type is ActionType.FORWARD and action.microbatch_index in microbatches
+            }
+            for node, order in ((sender, iter), (receiver, reversed))
+        )
+        for microbatch_index, (last, action) in last_run.items():
+            first, _ = first_needed[microbatch_index]
+            begin = 2 * self._most_slices * microbatch_index
+            codes = range(begin, begin + 2 * self._num_slices[microbatch_index], 2)
+            num_bytes = 0.0
+            for code in codes:
+                output = sender.outputs[code]
+                assert output is not None
+                num_bytes += output.num_bytes
+                sender.outputs[code] = None
+                sender.sends.pop(code, None)
+                receiver.arrived[code] = _NOT_THERE if code == first else 0.0
+            sender.outputs[last] = Output(receiver, first - last, num_bytes)
+            sender.sends[last] = replace(action, type=ActionType.SEND_ACTIVATION, slice_index=None)
 
 
 def step_end_s(step: StepWork, nodes: Sequence[Node]) -> float:
     """When the last rank has stepped, once all have computed and reduced."""
     if step.exchange_s:
         begin = max(node.end_s for node in nodes) + step.exchange_s
-        return max(begin + node.work.optimizer_s for node in nodes)
-    return max(node.end_s + node.work.optimizer_s for node in nodes)
+        return max(begin + node.optimizer_s for node in nodes)
+    return max(node.end_s + node.optimizer_s for node in nodes)
 
 
 def to_timeline(step: StepWork, nodes: Sequence[Node], reductions: Sequence[RunningReduction]) -> Timeline:
@@ -206,10 +292,10 @@ def to_timeline(step: StepWork, nodes: Sequence[Node], reductions: Sequence[Runn
         if step.exchange_s:
             events.append(_event(StepEnd.EXCHANGE, node, exchange_begin, exchange_end))
             begin = step_s = exchange_end
-        if node.work.optimizer_s:
-            events.append(_event(StepEnd.OPTIMIZER, node, begin, begin + node.work.optimizer_s))
+        if node.optimizer_s:
+            events.append(_event(StepEnd.OPTIMIZER, node, begin, begin + node.optimizer_s))
     step_s = max((event.end_s for event in events), default=0.0)
-    busy_s = sum(sum(node.seconds) + node.work.optimizer_s for node in nodes)
+    busy_s = sum(sum(node.seconds) + node.optimizer_s for node in nodes)
     busy_s += sum(len(running.members) * (running.end_s - running.start_s) for running in reductions)
     idle = 1 - busy_s / (step_s * len(nodes)) if step_s else 0.0
     peak_bytes = [0] * (1 + max(node.global_rank for node in nodes))
@@ -231,12 +317,13 @@ def _computations(node: Node) -> Iterator[TimelineEvent]:
 
 
 def _sends(node: Node) -> Iterator[TimelineEvent]:
-    rank = node.global_rank
-    if any(node.outputs) and not node.sends:
-        node.sends = _unnamed_sends(node)
-    for output in node.outputs:
-        for code, start_s, end_s in output.sent if output else ():
-            yield TimelineEvent(action=node.sends[code], global_rank=rank, start_s=start_s, end_s=end_s)
+    if len(node.sends) < len(node.sent):
+        node.sends = _unnamed_sends(node) | node.sends
+    rank, names = node.global_rank, node.sends
+    for direction in (0, 1):
+        for code, start_s, end_s in node.sent:
+            if code & 1 == direction:
+                yield TimelineEvent(action=names[code], global_rank=rank, start_s=start_s, end_s=end_s)
 
 
 def _unnamed_sends(node: Node) -> dict[int, Action]:
@@ -250,14 +337,22 @@ def _unnamed_sends(node: Node) -> dict[int, Action]:
 
 def _peak_bytes(node: Node) -> int:
     """The fullest moment of the list: what is in flight is kept, but for the one that runs, which is worked on."""
-    alive = most = 0.0
-    if any(code & 1 for code in node.codes):
-        shares = node.shares
-        for code in node.codes:
-            if code & 1:
-                alive -= shares[code]
-            if alive > most:
-                most = alive
-            if not code & 1:
-                alive += shares[code]
-    return node.work.fixed_bytes + round(most * node.work.stash_bytes) + node.work.working_bytes
+    forward, backward_input = ActionType.FORWARD, ActionType.BACKWARD_INPUT
+    has_backward = any(action.type.ends_backward for action in node.actions)
+    kept = most = 0.0
+    kept_then, working_then = 0.0, max(work.working_bytes for work in node.works)
+    bytes_of = {
+        stage_index: (node.works[turn].stash_bytes, node.works[turn].working_bytes)
+        for stage_index, turn in node.turn_of.items()
+    }
+    for action in node.actions if has_backward else ():
+        kind = action.type
+        num_bytes, working_bytes = bytes_of[action.stage_index]
+        kept_bytes = num_bytes / node.num_slices[action.microbatch_index]
+        if kind is not forward:
+            kept -= kept_bytes
+        if kept + working_bytes > most:
+            most, kept_then, working_then = kept + working_bytes, kept, working_bytes
+        if kind is forward or kind is backward_input:
+            kept += kept_bytes
+    return sum(work.fixed_bytes for work in node.works) + round(kept_then) + working_then

@@ -22,10 +22,11 @@ _OF_A_RING = -1
 def simulate(step: StepWork) -> Timeline:
     """When each action of a step runs, and how much memory each rank needs at most.
 
-    As the executor does it: a stage goes through the computations of its list, and each begins when the one before has
+    As the executor does it: a rank goes through the computations of its list, and each begins when the one before has
     ended and its input has arrived. Receives are posted early and sends block nobody; a value is handed to its links
-    when it is computed. After its list a rank sums gradients with those that share parameters with it, then with the
-    other replicas of its stage; when all ranks have done so they exchange what is one number for all, and step.
+    when it is computed, slices that go as one message when the last of them is. After its list a rank sums gradients
+    with those that share parameters with it, then, stage by stage, with the other replicas; when all ranks have done so
+    they exchange what is one number for all, and step.
 
     Deterministic: equal input gives equal output, to the bit.
 
@@ -70,9 +71,9 @@ class _Simulation:
         self._routes: list[Route] = []
         self._index_of: dict[tuple[int, int], int] = {}
         for node in nodes:
-            for output in node.outputs:
-                for way in dict.fromkeys(output.ways) if output else ():
-                    way.route, way.latency_s = self._route(node.global_rank, way.receiver.global_rank)
+            for output in dict.fromkeys(node.outputs):
+                if output is not None:
+                    output.route, output.latency_s = self._route(node.global_rank, output.receiver.global_rank)
         node_of = {node.global_rank: node for node in nodes}
         self._reductions: list[RunningReduction] = []
         for reduction in step.reductions():
@@ -108,13 +109,13 @@ class _Simulation:
                 node = nodes[who]
                 code = node.codes[node.position]
                 node.position += 1
-                output = node.outputs[code & 1]
+                output = node.outputs[code]
                 if output is not None:
-                    num_bytes, way = output.bytes_by_code[code], output.ways[code]
-                    if num_bytes > 0 and way.route >= 0:
-                        send(way.route, (num_bytes, way.latency_s, who, code, now))
+                    num_bytes = output.num_bytes
+                    if num_bytes > 0 and output.route >= 0:
+                        send(output.route, (num_bytes, output.latency_s, who, code, now))
                     else:
-                        arrive(who, code, now, now + way.latency_s if num_bytes > 0 else now)
+                        arrive(who, code, now, now + output.latency_s if num_bytes > 0 else now)
                 begin_next(node, now)
             elif who < first_reduction:
                 if due[who - num_nodes] == number:
@@ -149,10 +150,12 @@ class _Simulation:
         if code == _OF_A_RING:
             self._arrive_in_ring(self._reductions[sender], when)
             return
-        output = self._nodes[sender].outputs[code & 1]
+        node = self._nodes[sender]
+        node.sent.append((code, sent_s, when))
+        output = node.outputs[code]
         assert output is not None
-        output.sent.append((code, sent_s, when))
-        receiver = output.ways[code].receiver
+        receiver = output.receiver
+        code += output.code_offset
         receiver.arrived[code] = when
         since = receiver.waits_since
         if since >= 0.0 and receiver.codes[receiver.position] == code:

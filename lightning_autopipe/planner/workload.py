@@ -17,6 +17,9 @@ class UnitWork:
 
     forward_s: float
     backward_s: float
+    """Of the whole backward."""
+    backward_weight_s: float = 0.0
+    """What of that its weight part takes, where a schedule splits it; the input part takes the rest."""
     sent_bytes: float = 0
     """To the next stage."""
     gradient_bytes: float = 0
@@ -44,18 +47,20 @@ class StageWork:
 class StepWork:
     """One step: replicas of a pipeline, each with its own devices and number of micro-batches.
 
-    Or one pipeline whose stages have unlike numbers of ranks: then its schedule has a list for each rank, and
-    ``stage_indices`` tells of which stage. A value goes to the rank that has its micro-batch on the next stage.
+    A schedule has a list for each rank of a pipeline, which runs a stage, or several that go round the ranks. Or stages
+    have unlike numbers of ranks: then there is one pipeline, and ``stage_indices`` tells of which stage each list is; a
+    value goes to the rank that has its micro-batch on the next stage.
     """
 
     stages: tuple[tuple[StageWork, ...], ...]
-    """``stages[r][i]``: what list i of replica r's schedule takes; list s is that of stage s."""
+    """``stages[r][s]``: what stage s of replica r takes, run by list ``s % num_ranks`` of the schedule; where stages
+    have several ranks, ``stages[r][i]`` is what list i takes."""
     schedules: tuple[Schedule, ...]
-    """Of each replica; all of equally many lists."""
+    """Of each replica; all of equally many ranks and stages."""
     ranks: tuple[tuple[int, ...], ...] = ()
     """``ranks[r][i]``: the global rank that runs list i of replica r; empty: as `ParallelLayout` has it."""
     stage_indices: tuple[int, ...] = ()
-    """The stage of each list of a replica, where stages have several; empty: list s is that of stage s."""
+    """The stage of each list of a replica, where stages have several; empty: ``stages`` are those of one replica."""
     network: LinkNetwork | None = None
     """Links between the ranks; None: whatever is sent is there at once."""
     tied_bytes: tuple[tuple[tuple[int, ...], float], ...] = ()
@@ -69,12 +74,17 @@ class StepWork:
         sizes = {len(stages) for stages in self.stages} | {schedule.num_stages for schedule in self.schedules}
         if len(sizes) > 1:
             raise PlanError(f"StepWork: replicas and their schedules have unlike numbers of stages: {sorted(sizes)}")
+        counts = {schedule.num_ranks for schedule in self.schedules}
+        if len(counts) > 1:
+            raise PlanError(f"StepWork: the schedules of replicas have unlike numbers of ranks: {sorted(counts)}")
         if self.ranks:
             used = [rank for ranks in self.ranks for rank in ranks]
-            if [len(ranks) for ranks in self.ranks] != [len(stages) for stages in self.stages]:
-                raise PlanError(f"StepWork: ranks must name one rank for each stage of each replica, got {self.ranks}")
+            if [len(ranks) for ranks in self.ranks] != [schedule.num_ranks for schedule in self.schedules]:
+                raise PlanError(
+                    f"StepWork: ranks must name one rank for each list of each replica's schedule, got {self.ranks}"
+                )
             if len(set(used)) < len(used):
-                raise PlanError(f"StepWork: a rank runs one stage of one replica, but ranks are {self.ranks}")
+                raise PlanError(f"StepWork: a rank runs one list of one replica, but ranks are {self.ranks}")
         if self.stage_indices:
             num_lists, found = len(self.stages[0]), set(self.stage_indices)
             if len(self.stage_indices) != num_lists or found != set(range(len(found))):
@@ -89,8 +99,13 @@ class StepWork:
         return len(self.lists_by_stage)
 
     @property
+    def num_lists(self) -> int:
+        """Ranks of each replica, each with a list of its own."""
+        return self.schedules[0].num_ranks
+
+    @property
     def lists_by_stage(self) -> tuple[tuple[int, ...], ...]:
-        """The lists of each stage, by their position in a replica's schedule."""
+        """For each stage its positions in ``stages[r]``: one, or one for each of its ranks."""
         stage_indices = self.stage_indices or range(len(self.stages[0]))
         return tuple(
             tuple(index for index, stage_index in enumerate(stage_indices) if stage_index == stage)
@@ -99,11 +114,12 @@ class StepWork:
 
     @property
     def list_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """``ranks``, filled in where it was left empty."""
-        if self.ranks:
-            return self.ranks
-        layout = ParallelLayout(num_stages=len(self.stages[0]), num_replicas=len(self.stages))
-        return tuple(layout.pipeline_ranks(replica_index) for replica_index in range(len(self.stages)))
+        """``list_ranks[r][i]``: the global rank that runs ``stages[r][i]``."""
+        ranks = self.ranks
+        if not ranks:
+            layout = ParallelLayout(num_stages=self.num_lists, num_replicas=len(self.stages))
+            ranks = tuple(layout.pipeline_ranks(replica_index) for replica_index in range(len(self.stages)))
+        return tuple(of_replica * self.schedules[0].stages_per_rank for of_replica in ranks)
 
     @property
     def stage_ranks(self) -> tuple[tuple[int, ...], ...]:

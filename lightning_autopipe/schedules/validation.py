@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import product
 
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.schedule import Action, ActionType, Schedule
@@ -75,9 +74,10 @@ def _fail(schedule: Schedule, rank: int, step: int, problem: str) -> PlanError:
 def _check_each_action(schedule: Schedule) -> None:
     last = schedule.num_stages - 1
     for rank, actions in enumerate(schedule.actions_by_rank):
+        stages = schedule.stages_of(rank)
         seen: dict[Action, int] = {}
         for step, action in enumerate(actions):
-            if action.stage_index not in schedule.stages_of(rank):
+            if action.stage_index not in stages:
                 owner, name = action.stage_index, rank_name(schedule, rank)
                 problem = f"the action belongs to stage {owner}, but is in the list of {name}"
                 raise _fail(schedule, rank, step, problem)
@@ -97,6 +97,7 @@ def _check_completeness(schedule: Schedule, messages: Messages) -> None:
     has_backward = any(action.type.is_compute and action.type is not ActionType.FORWARD for action in found)
     # Stage 0 says which micro-batches are sliced, and how; all other stages and the backwards follow it.
     units = _units_of_first_stage(schedule)
+    is_lowered = schedule.is_lowered
     for rank, actions in enumerate(schedule.actions_by_rank):
         expected: dict[Action, None] = {}  # in the order in which a missing one is named
         for stage_index in schedule.stages_of(rank):
@@ -105,7 +106,7 @@ def _check_completeness(schedule: Schedule, messages: Messages) -> None:
                 computations += [part for unit in units for part in _backward_parts(unit, stage_index, found)]
             for computation in computations:
                 expected[computation] = None
-                if schedule.is_lowered:
+                if is_lowered:
                     transfers = messages.sends.get(computation), messages.receives.get(computation)
                     expected.update({transfer: None for transfer in transfers if transfer is not None})
         for step, action in enumerate(actions):
@@ -159,6 +160,7 @@ def _units_of_first_stage(schedule: Schedule) -> list[Action]:
 
 def _check_local_order(schedule: Schedule, messages: Messages) -> None:
     computation_of = {send: computation for computation, send in messages.sends.items()}
+    is_lowered = schedule.is_lowered
     for rank, actions in enumerate(schedule.actions_by_rank):
         done: set[Action] = set()
         for step, action in enumerate(actions):
@@ -167,7 +169,7 @@ def _check_local_order(schedule: Schedule, messages: Messages) -> None:
                 needed.append(on_stage(action, ActionType.FORWARD, action.stage_index))
             if action.type is ActionType.BACKWARD_WEIGHT:
                 needed.append(on_stage(action, ActionType.BACKWARD_INPUT, action.stage_index))
-            if action.type.is_compute and schedule.is_lowered:
+            if is_lowered and action.type.is_compute:
                 needed.append(messages.receives.get(action))
             if action.type.is_send:
                 needed.append(computation_of[action])
@@ -193,24 +195,21 @@ def _check_stash(schedule: Schedule, max_stash: Sequence[float]) -> None:
 
 def _check_channel_order(schedule: Schedule) -> None:
     """Between two ranks and in one direction, the n-th send and the n-th receive are for the same value."""
-    for sender, receiver in product(range(schedule.num_ranks), repeat=2):
-        sends = _transfers(schedule, sender, receiver, is_send=True)
-        receives = _transfers(schedule, receiver, sender, is_send=False)
-        for (step, send), (_, receive) in zip(sends, receives, strict=True):
-            if send.counterpart != receive:
-                name = rank_name(schedule, receiver)
-                problem = f"{name} receives {receive} at this place of the sequence: messages have no tags"
-                raise _fail(schedule, sender, step, problem)
-
-
-def _transfers(schedule: Schedule, rank: int, peer: int, *, is_send: bool) -> list[tuple[int, Action]]:
-    """Sends or receives of a rank whose other end is ``peer``, with their steps."""
-    return [
-        (step, action)
-        for step, action in enumerate(schedule.actions_by_rank[rank])
-        if (action.type.is_send if is_send else action.type.is_receive)
-        and schedule.pipeline_rank(action.peer_stage_index) == peer
-    ]
+    channels: dict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)  # sends, by sender and receiver
+    for rank, actions in enumerate(schedule.actions_by_rank):
+        for step, action in enumerate(actions):
+            if action.type.is_send:
+                channels[rank, schedule.pipeline_rank(action.peer_stage_index)].append((step, action))
+    sends = {channel: iter(found) for channel, found in channels.items()}
+    for rank, actions in enumerate(schedule.actions_by_rank):
+        for receive in actions:
+            if receive.type.is_receive:
+                sender = schedule.pipeline_rank(receive.peer_stage_index)
+                step, send = next(sends[sender, rank])
+                if send.counterpart != receive:
+                    name = rank_name(schedule, rank)
+                    problem = f"{name} receives {receive} at this place of the sequence: messages have no tags"
+                    raise _fail(schedule, sender, step, problem)
 
 
 def _check_finished(schedule: Schedule, progress: Progress, how: str) -> None:

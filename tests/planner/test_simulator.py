@@ -249,7 +249,7 @@ def test_steps_that_contradict_themselves_are_refused() -> None:
         StepWork(stages=((work,), (work,)), schedules=(one_f_one_b(1, 1),))
     with pytest.raises(PlanError, match=r"unlike numbers of stages: \[1, 2\]"):
         StepWork(stages=((work,),), schedules=(one_f_one_b(2, 1),))
-    with pytest.raises(PlanError, match="a rank runs one stage of one replica"):
+    with pytest.raises(PlanError, match="a rank runs one list of one replica"):
         StepWork(stages=((work, work),), schedules=(one_f_one_b(2, 1),), ranks=((0, 0),))
 
 
