@@ -113,7 +113,7 @@ class AutoPipeConfig:
 
     replan: str | bool = "warn"
     """``"warn"``: where stages take more than 20 % longer or less than planned, by the median of 50 steps, say so once,
-    with what a new plan would gain; only for plans of measured layers, on CPUs. False: not."""
+    with what a new plan would gain; only for plans of measured layers, not with NCCL. False: not."""
 
     process_group_backend: str | None = None
     """Backend of torch.distributed, ``"gloo"`` or ``"nccl"``. None: NCCL on CUDA devices, else gloo."""

@@ -32,7 +32,12 @@ class MemoryTransport:
         self._pipeline_rank = pipeline_rank
         self._book = SpecBook()
         self._num_gradients: dict[Crossing, int] = {}
+        self._sent_bytes = dict.fromkeys(Direction, 0)
         self._plan = StepPlan(activation_order=(), gradient_order=(), signatures={})
+
+    @property
+    def sent_bytes(self) -> tuple[int, int]:
+        return self._sent_bytes[Direction.FORWARD], self._sent_bytes[Direction.BACKWARD]
 
     def begin_step(self, plan: StepPlan) -> None:
         self._plan = plan
@@ -41,6 +46,7 @@ class MemoryTransport:
     def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
         is_forward = direction is Direction.FORWARD
         for crossing, tensors in zip(message, values, strict=True):
+            self._sent_bytes[direction] += sum(tensor.nbytes for tensor in tensors)
             if is_forward:
                 signature = crossing.cut_index, self._plan.signatures[crossing.unit]
                 if self._book.get(signature) is None:

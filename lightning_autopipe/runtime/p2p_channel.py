@@ -84,6 +84,8 @@ class SendChannel:
         self._link = link
         self._wire = wire
         self._pending: dict[Crossing, list[tuple[dist.Work, Tensor]]] = {}
+        self.sent_bytes = 0
+        """So far."""
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
         """Start to send the tensors of a message; empty ones need no transfer."""
@@ -91,6 +93,7 @@ class SendChannel:
         for tensor in tensors:
             if tensor.numel():
                 buffer = self._wire.outgoing(tensor)
+                self.sent_bytes += buffer.nbytes
                 works.append((self._link.isend(buffer, message[0]), buffer))
         for crossing in message:
             self._pending[crossing] = works

@@ -120,6 +120,11 @@ class P2PTransport:
                     sender.send((sent,), [byte])
                 sender.release(sent)
 
+    @property
+    def sent_bytes(self) -> tuple[int, int]:
+        forward, backward = (self._senders.get(direction) for direction in Direction)
+        return 0 if forward is None else forward.sent_bytes, 0 if backward is None else backward.sent_bytes
+
     def begin_step(self, plan: StepPlan) -> None:
         if self._is_in_step:
             raise PipelineRuntimeError(

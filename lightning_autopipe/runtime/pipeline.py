@@ -321,6 +321,11 @@ class Pipeline:
         return self._is_local or self.stage_index == self.num_stages - 1
 
     @property
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes that this process has sent to the next rank of its pipeline so far, and to the previous one."""
+        return (0, 0) if self._transport is None else self._transport.sent_bytes
+
+    @property
     def tracing(self) -> bool:
         """Whether a trace runs on shapes: nothing may be logged then."""
         return self.store.tracing

@@ -36,10 +36,10 @@ class RankStep:
 class TimelineRecorder:
     """An observer of the executor: it keeps what it is told, and thinks about it when the step is over.
 
-    Times are the host's. On a CUDA device the host only launches what an action computes and goes on, until it has to
-    wait for a value: with gloo for each message, so that times are those of the device but for the last kernels of an
-    action; with NCCL the host does not wait for messages, so a long action is one whose launches waited. Nothing here
-    waits for the device.
+    Times are the host's; nothing here waits for a device. On CUDA the host launches what an action computes, and ends
+    an action that sends something over gloo when the device has computed it: forwards and backwards together then take
+    as long as on the device, though part of one may be counted as the next one's. With NCCL the host waits for nothing,
+    and times are those of launches only.
     """
 
     def __init__(self) -> None:

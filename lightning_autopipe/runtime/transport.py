@@ -62,6 +62,11 @@ class Transport(Protocol):
     Sends never wait for the receiver.
     """
 
+    @property
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes sent so far, to the next rank (activations) and to the previous one (gradients)."""
+        ...
+
     def begin_step(self, plan: StepPlan) -> None:
         """Prepare for a step; receives may be posted from here on.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +29,9 @@ class RankFigures:
     busy_s: float = 0.0
     peak_memory_bytes: int = 0
     sent_forward_bytes: int = 0
-    """Since the run began; to the next stage."""
+    """To the next rank of the pipeline."""
     sent_backward_bytes: int = 0
-    """To the stage before."""
+    """To the previous one."""
 
 
 class FigureLog:
@@ -45,7 +44,6 @@ class FigureLog:
         trainer: Whose loggers and interval.
         communicator: Who this rank is.
         device: Whose memory counts.
-        sent_bytes: Bytes that this rank has sent to the next stage and to the one before, so far; None: not known.
     """
 
     def __init__(
@@ -53,13 +51,10 @@ class FigureLog:
         trainer: pl.Trainer,
         communicator: Communicator,
         device: torch.device,
-        sent_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._trainer = trainer
         self._communicator = communicator
         self._device = device
-        self._sent_bytes = sent_bytes
-        self._sent_before = sent_bytes()
         self._figures = RankFigures(global_rank=communicator.global_rank)
         self._logged_at = self._optimizer_steps
 
@@ -76,6 +71,8 @@ class FigureLog:
         figures.num_samples += watched.num_samples
         figures.step_s += watched.step.end_s - watched.step.begin_s
         figures.busy_s += watched.step.busy_s
+        figures.sent_forward_bytes += watched.sent_bytes[0]
+        figures.sent_backward_bytes += watched.sent_bytes[1]
 
     def note(self) -> RankFigures | None:
         interval, now = self._trainer.log_every_n_steps, self._optimizer_steps  # type: ignore[attr-defined]
@@ -83,11 +80,7 @@ class FigureLog:
             return None
         self._logged_at = now
         figures, self._figures = self._figures, RankFigures(global_rank=self._communicator.global_rank)
-        before, self._sent_before = self._sent_before, self._sent_bytes()
         figures.peak_memory_bytes = peak_memory_bytes(self._device)
-        figures.sent_forward_bytes, figures.sent_backward_bytes = (
-            after - then for after, then in zip(self._sent_before, before, strict=True)
-        )
         return figures
 
     def take(self, notes: list[RankFigures]) -> None:

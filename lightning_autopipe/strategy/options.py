@@ -84,7 +84,7 @@ class StrategyOptions:
     nothing is measured."""
     replan: str | bool = "warn"
     """``"warn"``: tell where stages take other times than planned for long, with what a new plan would gain; only for
-    plans of measured layers. False: not."""
+    plans of measured layers, not with NCCL. False: not."""
     process_group_backend: str | None = None
     """``"gloo"`` or ``"nccl"``. None: NCCL on CUDA devices, else gloo."""
     timeout: timedelta | float = DEFAULT_TIMEOUT_S

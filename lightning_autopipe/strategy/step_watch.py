@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,8 @@ class WatchedStep:
     step: RankStep
     num_samples: int
     """Of this replica's batch."""
+    sent_bytes: tuple[int, int] = (0, 0)
+    """To the next rank of the pipeline, and to the previous one."""
 
 
 class StepReader(Protocol):
@@ -52,9 +54,12 @@ class StepWatch:
 
     Args:
         readers: Whoever wants to know.
+        sent_bytes: Tells what this rank has sent so far, to the next rank of its pipeline and to the previous one.
     """
 
-    def __init__(self, readers: Sequence[StepReader]) -> None:
+    def __init__(
+        self, readers: Sequence[StepReader], *, sent_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    ) -> None:
         self.recorder = TimelineRecorder()
         """To be told what this rank does."""
         self.notes: list[Any] = []
@@ -62,6 +67,8 @@ class StepWatch:
         self._readers = tuple(readers)
         self._number = 0
         self._num_samples = 0
+        self._count_sent = sent_bytes
+        self._sent_bytes = 0, 0
 
     def begin_step(self) -> None:
         """A training step begins."""
@@ -71,11 +78,14 @@ class StepWatch:
             reader.before_step(self._number)
         notes = [reader.note() for reader in self._readers]
         self.notes = notes if any(note is not None for note in notes) else []
+        self._sent_bytes = self._count_sent()
         self.recorder.begin_step()
 
     def schedule_ended(self, *, num_samples: int, has_ties: bool) -> None:
         """Forwards and backwards of the running step are over, and gradients of shared parameters summed."""
         self._num_samples = num_samples
+        (forward, backward), (forward_before, backward_before) = self._count_sent(), self._sent_bytes
+        self._sent_bytes = forward - forward_before, backward - backward_before
         if has_ties:
             self.recorder.note_rest(StepEnd.TIED_GRADIENTS)
 
@@ -95,6 +105,8 @@ class StepWatch:
         step = self.recorder.end_step()
         if step is None:
             return
-        watched = WatchedStep(number=self._number, step=step, num_samples=self._num_samples)
+        watched = WatchedStep(
+            number=self._number, step=step, num_samples=self._num_samples, sent_bytes=self._sent_bytes
+        )
         for reader in self._readers:
             reader.after_step(watched)

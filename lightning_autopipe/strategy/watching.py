@@ -31,10 +31,11 @@ def make_watch(
     if options.trace_folder is not None:
         readers.append(TraceRecording(options.trace_folder, communicator, device, lambda: _plan(session), cluster))
         readers.append(FigureLog(trainer, communicator, device))
-    # On CUDA the host's times are those of launches, which say little of what the device takes.
-    if options.replan and device.type == "cpu" and CostModel(_plan(session).profile).is_measured:
+    # With NCCL the host's times are those of launches, which say little of what the device takes.
+    has_times = device.type == "cpu" or options.process_group_backend == "gloo"
+    if options.replan and has_times and CostModel(_plan(session).profile).is_measured:
         readers.append(ReplanningWatch(communicator, lambda: _plan(session), cluster))
-    return StepWatch(readers) if readers else None
+    return StepWatch(readers, sent_bytes=lambda: session.pipeline.sent_bytes) if readers else None
 
 
 def _plan(session: PipelineSession) -> PipelinePlan:

@@ -52,7 +52,8 @@ class Diary:
         self.told.append(("before", number))
 
     def after_step(self, watched: WatchedStep) -> None:
-        self.told.append(("after", watched.number, watched.num_samples, [str(what) for what, *_ in watched.step.ran]))
+        ran = [str(what) for what, *_ in watched.step.ran]
+        self.told.append(("after", watched.number, watched.num_samples, watched.sent_bytes, ran))
 
     def note(self) -> Any:
         return self._note
@@ -66,7 +67,8 @@ class Diary:
 
 def test_a_step_ends_when_the_next_one_begins_or_the_fit() -> None:
     silent, talking = Diary(), Diary("hello")
-    watch = StepWatch([silent, talking])
+    sent = iter([(10, 20), (15, 20), (100, 100), (101, 103)])
+    watch = StepWatch([silent, talking], sent_bytes=sent.__next__)
     for num_samples in (6, 4):
         watch.begin_step()
         watch.recorder.ran(Action.parse("0F0"), 0.0, 0.0, 1.0)
@@ -77,10 +79,10 @@ def test_a_step_ends_when_the_next_one_begins_or_the_fit() -> None:
     assert silent.told == [
         ("before", 1),
         ("take", []),
-        ("after", 1, 6, ["0F0", "tied gradients"]),
+        ("after", 1, 6, (5, 0), ["0F0", "tied gradients"]),
         ("before", 2),
         ("take", []),
-        ("after", 2, 4, ["0F0"]),
+        ("after", 2, 4, (1, 3), ["0F0"]),
         "end",
     ]
     assert talking.told[1] == ("take", ["hello", "of another rank"])
@@ -118,12 +120,11 @@ def watched(number: int, ran: Sequence[Ran], num_samples: int = 4, begin_s: floa
 def test_figures_are_told_at_the_trainers_interval_once_each_and_logged_on_rank_0() -> None:
     loggers = [Logger(), Logger()]
     trainer = a_trainer(loggers)
-    log = FigureLog(trainer, a_communicator(0), CPU, iter([(0, 0), (0, 300), (0, 300)]).__next__)
-    other = FigureLog(trainer, a_communicator(1), CPU)
+    log, other = (FigureLog(trainer, a_communicator(rank), CPU) for rank in range(2))
     ran: list[Ran] = [(Action.parse("1F0"), 0.0, 1.0, 2.0), (StepEnd.EXCHANGE, 2.0, 2.0, 4.0)]
     assert log.note() is None, "nothing has run"
     for number in (1, 2, 3):
-        log.after_step(watched(number, ran))
+        log.after_step(replace(watched(number, ran), sent_bytes=(0, 100 * number)))
         other.after_step(watched(number, ran[:1]))
         trainer.fit_loop.epoch_loop._batches_that_stepped = number
         note, others = log.note(), other.note()
@@ -282,6 +283,9 @@ def test_a_fit_writes_a_trace_and_logs_figures(tmp_path: Path, capsys: pytest.Ca
     table = (tmp_path / "log" / "metrics.csv").read_text().splitlines()
     for name in ("bubble_fraction", "step_s", "samples_per_s", "peak_memory_bytes/stage_0"):
         assert f"autopipe/{name}" in table[0]
+    # Of each of the batch's 8 samples a vector of 8 float64, and its gradient.
+    for name in ("autopipe/sent_bytes/stage_0_to_1", "autopipe/sent_bytes/stage_1_to_0"):
+        assert {_value(table, line, name) for line in table[1:]} == {"", "512.0"}
     assert sum(line.count(",") > 0 and _value(table, line, "autopipe/step_s") != "" for line in table[1:]) == 2
     assert main(["trace", str(folder)]) == 0
     shown = capsys.readouterr().out
