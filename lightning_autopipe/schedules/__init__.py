@@ -12,6 +12,7 @@ from lightning_autopipe.schedules.merging import merged_microbatches
 from lightning_autopipe.schedules.one_f_one_b import default_depths, one_f_one_b
 from lightning_autopipe.schedules.sliced import sliced_one_f_one_b
 from lightning_autopipe.schedules.stash import peak_stash, peak_stash_size, slice_counts
+from lightning_autopipe.schedules.torch_csv import from_torch_csv, to_torch_csv
 from lightning_autopipe.schedules.validation import validate
 from lightning_autopipe.schedules.zero_bubble import zero_bubble
 
@@ -21,6 +22,7 @@ __all__ = [
     "default_depths",
     "draw_grid",
     "forward_only",
+    "from_torch_csv",
     "get_schedule",
     "gpipe",
     "interleaved_1f1b",
@@ -31,6 +33,7 @@ __all__ = [
     "peak_stash_size",
     "slice_counts",
     "sliced_one_f_one_b",
+    "to_torch_csv",
     "validate",
     "zero_bubble",
 ]

@@ -110,7 +110,7 @@ def test_the_docstring_of_lowering_shows_what_it_gives() -> None:
 
 def test_a_schedule_is_found_by_its_name() -> None:
     assert set(SCHEDULES) == {"1f1b", "gpipe", "sliced_1f1b", "interleaved_1f1b", "zero_bubble", "forward_only"}
-    assert TRAINING_SCHEDULES == SCHEDULES[:-1]
+    assert SCHEDULES[:-1] == TRAINING_SCHEDULES
     for name in SCHEDULES:
         assert get_schedule(name, 2, 2).name == name
     with pytest.raises(ConfigurationError, match="no schedule 'zb'; set schedule= to one of 1f1b, gpipe"):
