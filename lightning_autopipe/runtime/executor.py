@@ -138,7 +138,7 @@ class StageExecutor:
                     if placed is error:
                         raise
                     raise placed from error
-                del values
+                values = ()  # while the rank waits for the next one
                 if observer is not None:
                     observer.ran(step.action, waited_from_s, started_s, time.perf_counter())
             transport.end_step()

@@ -18,6 +18,8 @@ class Direction(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
 
+    __hash__ = object.__hash__  # in C; Enum's own runs as Python code for each look-up
+
 
 class Crossing(NamedTuple):
     """What one unit hands across one cut: activations forward, their gradients backward."""

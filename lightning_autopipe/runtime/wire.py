@@ -33,7 +33,7 @@ class Wire(Protocol):
         ...
 
     def incoming(self, target: Tensor) -> Tensor:
-        """A buffer to receive the numbers of `target` (dense memory) in."""
+        """A buffer to receive the numbers of `target` in, which is dense and requires no gradient yet."""
         ...
 
     def arrived(self, buffer: Tensor, target: Tensor) -> None:
@@ -46,12 +46,13 @@ class DirectWire:
 
     def outgoing(self, tensor: Tensor) -> Tensor:
         if tensor.dtype in _SENT_AS_THEY_ARE and tensor.is_contiguous() and not tensor.is_neg():
-            return tensor.detach()  # making a view of bytes takes as long as starting to send it
+            # Making a view of bytes takes as long as starting to send it.
+            return tensor.detach() if tensor.requires_grad else tensor
         return as_bytes(tensor)
 
     def incoming(self, target: Tensor) -> Tensor:
         if target.dtype in _SENT_AS_THEY_ARE and target.is_contiguous():
-            return target.detach()
+            return target
         return as_bytes(target)
 
     def arrived(self, buffer: Tensor, target: Tensor) -> None:
