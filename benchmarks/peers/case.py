@@ -193,7 +193,7 @@ class Case:
                     batch_of="step",
                     num_stages=num_stages,
                     min_samples=size / 2,
-                    may_slice=has_halves,
+                    kinds=("sliced_1f1b",) if has_halves else (),
                 )
             ).best
         except ConfigurationError:

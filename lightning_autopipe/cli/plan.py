@@ -22,8 +22,10 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.planner import CostModel, SearchSpace, plan_of, search
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.partition_rules import PARTITION_RULES
+from lightning_autopipe.planner.schedule_choice import OTHER_KINDS
 from lightning_autopipe.profile_files.load import TIME_UNITS
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
+from lightning_autopipe.schedules.sliced import NAME as SLICED
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -63,14 +65,17 @@ def add_parser(subparsers: Subparsers) -> None:
     batch.add_argument("--batch-size", metavar="N", help="samples in each replica's batch; a recipe's own is measured")
     batch.add_argument("--global-batch-size", metavar="N", help="samples in a step, whatever the number of replicas")
     schedules = ("auto", *TRAINING_SCHEDULES)
-    choice.add_argument("--schedule", choices=schedules, default="auto", help="default: auto, 1f1b of any depth")
+    choice.add_argument("--schedule", choices=schedules, default="auto", help="default: auto, the fastest of all")
+    choice.add_argument(
+        "--slices",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="micro-batches in halves, where that is faster; default: allowed",
+    )
     choice.add_argument(
         "--partition", metavar="RULE", default="auto", help=f"{', '.join(PARTITION_RULES)}, or layers to cut at: 4,8"
     )
     study = parser.add_argument_group("for study: plans that can be simulated, but not run yet")
-    study.add_argument(
-        "--slices", action=argparse.BooleanOptionalAction, default=False, help="micro-batches in halves; default: whole"
-    )
     study.add_argument(
         "--equal-replicas",
         action=argparse.BooleanOptionalAction,
@@ -143,7 +148,7 @@ def _space(arguments: argparse.Namespace, costs: Costs, topology: ClusterTopolog
         partition=rule,
         cuts=cuts,
         min_samples=float(costs.min_samples),
-        may_slice=arguments.slices,
+        kinds=tuple(kind for kind in OTHER_KINDS if arguments.slices or kind != SLICED),
         equal_shares=is_equal,
         equal_counts=is_equal,
         optimizer_state_ratio=costs.optimizer_state_ratio,
@@ -175,6 +180,6 @@ def _notes(plan: PipelinePlan, costs: Costs) -> list[str]:
     notes = []
     if not costs.profile.module_fingerprint:
         notes.append("the profile does not say which module it is of: the plan can be shown and simulated, but not run")
-    if plan.mapping.num_replicas is None or plan.schedule.is_sliced or plan.replica_microbatches:
-        notes.append("this plan can be simulated, but not run yet; leave out --slices and --no-equal-replicas for one")
+    if plan.mapping.num_replicas is None:
+        notes.append("this plan can be simulated, but not run yet; leave out --no-equal-replicas for one")
     return notes

@@ -43,7 +43,8 @@ def shown_step(plan: PipelinePlan, cluster: ClusterTopology | None) -> ShownStep
     step = plan_step(plan, cluster=cluster)
     timeline = simulate(step)
     num_replicas = plan.mapping.num_replicas
-    ranks = () if num_replicas is None else tuple(plan.mapping.pipeline_ranks(r) for r in range(num_replicas))
+    turns = plan.schedule.stages_per_rank
+    ranks = () if num_replicas is None else tuple(turns * plan.mapping.pipeline_ranks(r) for r in range(num_replicas))
     bytes_of_cuts = boundary_bytes(step)
     uses = _loads(step, timeline) if cluster else link_uses(timeline, ranks=ranks, boundary_bytes=bytes_of_cuts)
     return ShownStep(

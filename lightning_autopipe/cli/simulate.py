@@ -18,10 +18,13 @@ from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.schedule import Action, Schedule
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
-from lightning_autopipe.schedules import SCHEDULES, draw_grid, get_schedule, one_f_one_b, sliced, sliced_one_f_one_b
+from lightning_autopipe.schedules import SCHEDULES, draw_grid, get_schedule
+from lightning_autopipe.schedules.interleaved import NAME as INTERLEAVED
+from lightning_autopipe.schedules.sliced import NAME as SLICED
 from lightning_autopipe.visualization import timeline_table
 from lightning_autopipe.visualization.lanes import make_lanes
 
@@ -31,7 +34,19 @@ if TYPE_CHECKING:
 _MAX_ACTIONS = 200_000
 _MAX_SHOWN = 32
 _MS = 1e-3
-_OF_NO_PLAN = ("stages", "microbatches", "forward", "backward", "schedule", "depths", "transfer", "optimizer", "sliced")
+_OF_NO_PLAN = (
+    "stages",
+    "microbatches",
+    "forward",
+    "backward",
+    "weight_gradients",
+    "schedule",
+    "depths",
+    "sliced",
+    "stages_per_rank",
+    "transfer",
+    "optimizer",
+)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -47,9 +62,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--microbatches", metavar="M", help="number of micro-batches")
     parser.add_argument("--forward", metavar="MS", help="milliseconds of a forward; or one number a stage, 10,12,11")
     parser.add_argument("--backward", metavar="MS", help="the same of a backward; default: twice the forward")
+    parser.add_argument("--weight-gradients", metavar="MS", help="its part for the parameters; default: half of it")
     parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; default: 1f1b")
-    parser.add_argument("--depths", metavar="W,W,…", help="depth of the warm-up of each stage (1f1b)")
-    parser.add_argument("--sliced", metavar="K", help="first micro-batches that are sliced (sliced_1f1b); default: 1")
+    parser.add_argument("--depths", metavar="W,W,…", help="depth of the warm-up of each stage")
+    parser.add_argument("--sliced", metavar="K[,K]", help="micro-batches in halves, first and last; default: 1,0")
+    parser.add_argument("--stages-per-rank", metavar="N", help="of the stages, those of each rank (interleaved_1f1b)")
     parser.add_argument("--transfer", metavar="MS", help="milliseconds of each message between stages; default: 0")
     parser.add_argument("--optimizer", metavar="MS", help="milliseconds of the optimizer; default: 0")
     parser.add_argument("--cluster", metavar="FILE", help="with a plan: a cluster file, or an example's name")
@@ -68,7 +85,8 @@ def run(arguments: argparse.Namespace) -> None:
     given = [name for name in _OF_NO_PLAN if getattr(arguments, name) is not None]
     if arguments.plan is not None:
         if given:
-            raise ConfigurationError(f"a plan says this itself; leave out --{' --'.join(given)}, or the plan")
+            options = " ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigurationError(f"a plan says this itself; leave out {options}, or the plan")
         plan = PipelinePlan.load(arguments.plan)
         cluster = None if arguments.cluster is None else load_topology(find_cluster_file(arguments.cluster))
         step = shown_step(plan, cluster)
@@ -118,6 +136,14 @@ def _given_step(arguments: argparse.Namespace) -> ShownStep:
     backward_s = [2 * seconds for seconds in forward_s]
     if arguments.backward is not None:
         backward_s = _times_s("backward", arguments.backward, num_stages)
+    weight_s = [seconds / 2 for seconds in backward_s]
+    if arguments.weight_gradients is not None:
+        weight_s = _times_s("weight-gradients", arguments.weight_gradients, num_stages)
+    for weight, backward in zip(weight_s, backward_s, strict=True):
+        if weight > backward:
+            raise ConfigurationError(
+                f"--weight-gradients {weight / _MS:g} is more than the whole backward of {backward / _MS:g} ms"
+            )
     transfer_s, optimizer_s = (
         _times_s(name, getattr(arguments, name) or "0", 1)[0] for name in ("transfer", "optimizer")
     )
@@ -128,6 +154,7 @@ def _given_step(arguments: argparse.Namespace) -> ShownStep:
                 UnitWork(
                     forward_s=forward / k,
                     backward_s=backward / k,
+                    backward_weight_s=weight / k,
                     sent_bytes=num_bytes / k,
                     gradient_bytes=num_bytes / k,
                 )
@@ -135,9 +162,9 @@ def _given_step(arguments: argparse.Namespace) -> ShownStep:
             ),
             optimizer_s=optimizer_s,
         )
-        for forward, backward in zip(forward_s, backward_s, strict=True)
+        for forward, backward, weight in zip(forward_s, backward_s, weight_s, strict=True)
     )
-    network = _chain(num_stages, transfer_s) if transfer_s else None
+    network = _chain(schedule.num_ranks, transfer_s) if transfer_s else None
     timeline = simulate(StepWork(stages=(stages,), schedules=(schedule,), network=network))
     # Nothing was said about memory.
     timeline = replace(timeline, peak_bytes=())
@@ -151,31 +178,39 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 def _schedule(arguments: argparse.Namespace, num_stages: int, num_microbatches: int) -> Schedule:
     name = arguments.schedule or "1f1b"
-    if name not in SCHEDULES:
-        raise ConfigurationError(f"there is no schedule {name!r}; --schedule is one of {', '.join(SCHEDULES)}")
-    for option, schedule_name in (("depths", "1f1b"), ("sliced", sliced.NAME)):
+    for option, schedule_name in (("sliced", SLICED), ("stages_per_rank", INTERLEAVED)):
         if getattr(arguments, option) is not None and name != schedule_name:
-            raise ConfigurationError(f"--{option} goes with --schedule {schedule_name}, not with {name}")
-    if name == sliced.NAME:
-        num_sliced = min(1, num_microbatches)
-        if arguments.sliced is not None:
-            num_sliced = whole_number("sliced", arguments.sliced, minimum=0)
-        return sliced_one_f_one_b(num_stages, num_microbatches, num_sliced_first=num_sliced)
-    if arguments.depths is not None:
-        depths = [whole_number("depths", text, minimum=0) for text in arguments.depths.split(",")]
-        return one_f_one_b(num_stages, num_microbatches, depths)
-    return get_schedule(name, num_stages, num_microbatches)
+            raise ConfigurationError(
+                f"--{option.replace('_', '-')} goes with --schedule {schedule_name}, not with {name}"
+            )
+    num_first, num_last = 0, 0
+    if name == SLICED:
+        first, _, last = (arguments.sliced or "1").partition(",")
+        num_first, num_last = (whole_number("sliced", text, minimum=0) for text in (first, last or "0"))
+        if num_first + num_last > num_microbatches:
+            raise ConfigurationError(
+                f"--sliced {num_first},{num_last} is more than the {num_microbatches} micro-batches; give fewer"
+            )
+    depths = arguments.depths.split(",") if arguments.depths is not None else ()
+    spec = ScheduleSpec(
+        name=name,
+        depths=tuple(whole_number("depths", text, minimum=0) for text in depths),
+        num_sliced_first=num_first,
+        num_sliced_last=num_last,
+        stages_per_rank=whole_number("stages-per-rank", arguments.stages_per_rank or "1"),
+    )
+    return get_schedule(spec, num_stages, num_microbatches)
 
 
-def _chain(num_stages: int, transfer_s: float) -> LinkNetwork:
-    """A way of its own between each two neighbours, on which a byte takes so long."""
-    ranks = ParallelLayout(num_stages=num_stages).pipeline_ranks(0)
+def _chain(num_ranks: int, transfer_s: float) -> LinkNetwork:
+    """A way of its own between each two neighbours, on which a byte takes so long; also from the last to the first."""
+    ranks = ParallelLayout(num_stages=num_ranks).pipeline_ranks(0)
     devices = tuple(
-        Device(global_rank=rank, server=f"of rank {rank}", model="any", memory_bytes=1) for rank in range(num_stages)
+        Device(global_rank=rank, server=f"of rank {rank}", model="any", memory_bytes=1) for rank in range(num_ranks)
     )
     links = tuple(
         Link(a=rank_point(before), b=rank_point(after), bandwidth_bytes_per_s=1 / transfer_s)
-        for before, after in pairwise(ranks)
+        for before, after in pairwise((*ranks, ranks[0]) if num_ranks > 2 else ranks)
     )
     return LinkNetwork(ClusterTopology(devices=devices, links=links))
 

@@ -38,7 +38,7 @@ class PipelinePlan:
     layers: tuple[LayerProfile, ...]
     partition: Partition
     mapping: DeviceMapping
-    """Which ranks run which stage."""
+    """Which ranks run which stage; where each runs several, of the first of them (see `stage_ranks`)."""
     schedule: ScheduleSpec
     num_microbatches: int
     """Micro-batches a step and replica; where stages have unlike numbers of replicas, a step."""
@@ -85,10 +85,10 @@ class PipelinePlan:
                 f"{owner}: the partition covers {self.partition.num_layers} layers, but the plan lists "
                 f"{len(self.layers)}"
             )
-        if self.partition.num_stages != self.mapping.num_stages:
+        if self.partition.num_stages != self.mapping.num_stages * self.schedule.stages_per_rank:
             raise PlanError(
-                f"{owner}: the partition has {self.partition.num_stages} stages, but the mapping has "
-                f"{self.mapping.num_stages}"
+                f"{owner}: the partition has {self.partition.num_stages} stages, but the mapping has ranks for "
+                f"{self.mapping.num_stages}, each with {self.schedule.stages_per_rank}"
             )
         self._check_work_shares(owner)
         for name in ("stage_predictions", "schedule.depths"):
@@ -149,6 +149,10 @@ class PipelinePlan:
         """
         return self.mapping.layout()
 
+    def stage_ranks(self, stage_index: int) -> tuple[int, ...]:
+        """The ranks that run a stage: where each rank runs several, stages go round the ranks."""
+        return self.mapping.stage_ranks[stage_index % self.mapping.num_stages]
+
     @property
     def profile(self) -> ModelProfile:
         """What the layers cost, as far as it was planned with."""
@@ -184,7 +188,7 @@ class PipelinePlan:
         """Checks that the plan can run on this number of processes.
 
         Raises:
-            PlanError: it is for another number, or of a kind that cannot be run yet.
+            PlanError: it is for another number, or its stages have unlike numbers of replicas.
         """
         layout = self.layout
         if world_size != layout.world_size:
@@ -192,11 +196,6 @@ class PipelinePlan:
                 f"the plan is for {layout.world_size} processes ({layout.num_stages} stages x "
                 f"{layout.num_replicas} replicas), but {world_size} were started; set the Trainer's devices and "
                 "num_nodes to match, or leave plan= unset to make a new one"
-            )
-        if self.schedule.is_sliced:
-            raise PlanError(
-                f"the plan's schedule ({self.schedule}) slices micro-batches, which can be planned and simulated but "
-                "not run yet; plan with whole micro-batches (autopipe plan --no-slices)"
             )
 
     def require_devices(self, devices: Sequence[Device]) -> None:

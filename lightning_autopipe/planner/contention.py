@@ -104,48 +104,58 @@ def link_loads(step: StepWork, timeline: Timeline) -> tuple[LinkLoad, ...]:
 
 
 def _stage_flows(step: StepWork, timeline: Timeline) -> Iterator[Flow]:
-    sends: dict[tuple[int, ActionType], list[TimelineEvent]] = {}
+    sends: dict[tuple[int, int, ActionType], list[tuple[Action, TimelineEvent]]] = {}
     for event in timeline.events:
-        if not isinstance(event.action, StepEnd):
-            sends.setdefault((event.global_rank, event.action.type), []).append(event)
+        action = event.action
+        if isinstance(action, Action):
+            sends.setdefault((event.global_rank, action.stage_index, action.type), []).append((action, event))
     for works, schedule, ranks in zip(step.stages, step.schedules, step.list_ranks, strict=True):
         num_slices = slice_counts(schedule)
-        owners = [_owners(schedule, lists, ranks) for lists in step.lists_by_stage]
+        owners = [_owners(schedule, stage_index, lists, ranks) for stage_index, lists in enumerate(step.lists_by_stage)]
         for stage_index, lists in enumerate(step.lists_by_stage):
             for index, kind in product(lists, (ActionType.SEND_ACTIVATION, ActionType.SEND_GRADIENT)):
                 neighbour = stage_index + (1 if kind is ActionType.SEND_ACTIVATION else -1)
-                by_receiver: dict[int, list[TimelineEvent]] = {}
-                for event in sends.get((ranks[index], kind), ()):
-                    assert isinstance(event.action, Action)
-                    by_receiver.setdefault(owners[neighbour][event.action.microbatch_index], []).append(event)
-                for receiver, events in by_receiver.items():
-                    flow = _flow(step, works[index], num_slices, receiver, events)
+                by_receiver: dict[int, list[tuple[Action, TimelineEvent]]] = {}
+                for send in sends.get((ranks[index], stage_index, kind), ()):
+                    by_receiver.setdefault(owners[neighbour][send[0].microbatch_index], []).append(send)
+                for receiver, of_receiver in by_receiver.items():
+                    flow = _flow(step, works[index], num_slices, receiver, of_receiver)
                     if flow.num_bytes:
                         yield flow
 
 
-def _owners(schedule: Schedule, lists: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
+def _owners(schedule: Schedule, stage_index: int, lists: Sequence[int], ranks: Sequence[int]) -> dict[int, int]:
     """By micro-batch, the rank of a stage that has it."""
-    return {action.microbatch_index: ranks[index] for index in lists for action in schedule.actions_by_rank[index]}
+    return {
+        action.microbatch_index: ranks[index]
+        for index in lists
+        for action in schedule.actions_by_rank[index % schedule.num_ranks]
+        if action.stage_index == stage_index
+    }
 
 
 def _flow(
-    step: StepWork, work: StageWork, num_slices: Sequence[int], receiver: int, sends: Sequence[TimelineEvent]
+    step: StepWork,
+    work: StageWork,
+    num_slices: Sequence[int],
+    receiver: int,
+    sends: Sequence[tuple[Action, TimelineEvent]],
 ) -> Flow:
     """The flow of some sends of one kind from one rank to another."""
-    sender = sends[0].global_rank
+    sender = sends[0][1].global_rank
     latency_s = step.route(sender, receiver).latency_s
     num_bytes = 0.0
-    for send in sends:
-        assert isinstance(send.action, Action)
-        unit = work.units[num_slices[send.action.microbatch_index] - 1]
-        num_bytes += unit.sent_bytes if send.action.type is ActionType.SEND_ACTIVATION else unit.gradient_bytes
+    for action, _ in sends:
+        of_microbatch = num_slices[action.microbatch_index]
+        unit = work.units[of_microbatch - 1]
+        num_units = of_microbatch if action.slice_index is None else 1  # all slices in one message
+        num_bytes += num_units * (unit.sent_bytes if action.type is ActionType.SEND_ACTIVATION else unit.gradient_bytes)
     return Flow(
         sender=sender,
         receiver=receiver,
         num_bytes=num_bytes,
         is_reduction=False,
-        intervals=_joined([(send.start_s, send.end_s - latency_s) for send in sends]),
+        intervals=_joined([(event.start_s, event.end_s - latency_s) for _, event in sends]),
     )
 
 

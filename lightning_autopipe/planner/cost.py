@@ -136,6 +136,19 @@ class CostModel:
         nearest = min(self._tables[model], key=lambda table: abs(table.microbatch_size - size))
         return nearest.overhead_s / speed
 
+    @property
+    def known_sizes(self) -> tuple[float, float]:
+        """Samples of the smallest and of the largest micro-batch that every profiled device model has times for."""
+        if not self.profile.times:
+            return self.microbatch_size, self.microbatch_size
+        by_model = [[table.microbatch_size for table in tables] for tables in self._tables.values()]
+        return max(map(min, by_model)), min(map(max, by_model))
+
+    @property
+    def can_split_backward(self) -> bool:
+        """Whether it was measured what the gradients of parameters take by themselves."""
+        return any(self.layers_s(Work.WEIGHT_GRADIENT))
+
     def sent_bytes(self, cut: int, *, microbatch_size: float | None = None) -> int:
         """Bytes of the values that cross the cut before layer ``cut``, for one micro-batch; 0 at both ends."""
         return self._bytes_by_cut(microbatch_size)[0][cut]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_autopipe.planner.candidate import known_sizes
 from lightning_autopipe.planner.cost import CostModel
 
 MAX_PER_STAGE = 16
@@ -25,7 +24,7 @@ def microbatch_counts(
         min_samples: of a micro-batch.
         num_wanted: the number that is given, and then the only one; None: all.
     """
-    smallest, largest = known_sizes(cost)
+    smallest, largest = cost.known_sizes
     smallest = max(smallest, min_samples)
 
     def fits(number: int) -> bool:

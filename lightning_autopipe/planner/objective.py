@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from weakref import WeakKeyDictionary
@@ -13,7 +13,7 @@ from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.planner.cost import CostModel
-from lightning_autopipe.planner.links import LinkNetwork, Route
+from lightning_autopipe.planner.links import LinkNetwork, Route, alike_devices
 from lightning_autopipe.planner.memory import StageMemory, stage_memory
 from lightning_autopipe.planner.reduction import GradientBytes, Reduction, step_end_reductions
 from lightning_autopipe.planner.replica import Cuts, Depths, ReplicaPrices
@@ -72,6 +72,21 @@ class PipelineSetting:
     def route(self, sender: int, receiver: int) -> Route:
         """The way between two ranks."""
         return Route() if self.network is None else self.network.route(sender, receiver)
+
+    def with_stages_per_rank(self, stages_per_rank: int) -> PipelineSetting:
+        """The same ranks, each with so many stages, which go round the ranks."""
+        if stages_per_rank == 1:
+            return self
+        devices = self.devices
+        if not devices:
+            alike = alike_devices(self.num_stages * len(self.num_microbatches)).topology.devices
+            devices = tuple(tuple(alike[rank] for rank in ranks) for ranks in self.ranks)
+        return replace(
+            self,
+            num_stages=stages_per_rank * self.num_stages,
+            devices=tuple(stages_per_rank * of_replica for of_replica in devices),
+            cuts=None,
+        )
 
 
 _MEMORIES: WeakKeyDictionary[CostModel, dict[object, dict[tuple[int, int], StageMemory]]] = WeakKeyDictionary()
@@ -143,7 +158,7 @@ class Objective:
         ready: dict[int, float] = {}
         for ranks, replica in zip(self._ranks, self._replicas, strict=True):
             ready.update(zip(ranks, ends[replica], strict=True))
-        tied_bytes = self._tied_bytes(cuts)
+        tied_bytes = self.tied_bytes(cuts)
         for reduction in step_end_reductions(self._stage_ranks, tied_bytes.items(), self._gradients.of_stages(cuts)):
             end = max(ready[rank] for rank in reduction.members) + self._ring_s(reduction)
             ready.update(dict.fromkeys(reduction.members, end))
@@ -196,7 +211,8 @@ class Objective:
 
     # The step's end --------------------------------------------------------
 
-    def _tied_bytes(self, cuts: Cuts) -> dict[tuple[int, ...], int]:
+    def tied_bytes(self, cuts: Cuts) -> dict[tuple[int, ...], int]:
+        """Stages that share parameters, and the bytes of their gradients."""
         cost = self.setting.cost
         return cost.tied_bytes(Partition(cut_points=cuts, num_layers=self.num_layers)) if cost.ties else {}
 
@@ -247,13 +263,17 @@ class Objective:
         """The step as `simulate` takes it, which also sees that transfers share links."""
         setting = self.setting
         return StepWork(
-            stages=tuple(self._stage_work(replica, cuts) for replica in self._replicas),
+            stages=self.stage_works(cuts),
             schedules=tuple(_schedule(setting.num_stages, number, depths) for number in setting.num_microbatches),
             ranks=self._ranks,
             network=setting.network,
-            tied_bytes=tuple(self._tied_bytes(cuts).items()),
+            tied_bytes=tuple(self.tied_bytes(cuts).items()),
             exchange_s=setting.exchange_s,
         )
+
+    def stage_works(self, cuts: Cuts) -> tuple[tuple[StageWork, ...], ...]:
+        """``[r][s]``: what stage s of replica r has to do for whole micro-batches, and holds."""
+        return tuple(self._stage_work(replica, cuts) for replica in self._replicas)
 
     def _stage_work(self, replica: ReplicaPrices, cuts: Cuts) -> tuple[StageWork, ...]:
         cost, size = self.setting.cost, self.setting.microbatch_size

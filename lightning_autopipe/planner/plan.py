@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from lightning_autopipe.core.profile import DeviceTimes, LayerMeasurement, Layer
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner.candidate import Candidate
 from lightning_autopipe.planner.cost import CostModel, Work
+from lightning_autopipe.planner.min_max import check_enough_layers
 from lightning_autopipe.planner.objective import PipelineSetting
 from lightning_autopipe.planner.partition_rules import partition_by_rule
 from lightning_autopipe.planner.partitioner import choose_partition
@@ -26,7 +28,9 @@ from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.workload import StepWork
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
 from lightning_autopipe.schedules.gpipe import NAME as GPIPE
+from lightning_autopipe.schedules.interleaved import NAME as INTERLEAVED
 from lightning_autopipe.schedules.one_f_one_b import default_depths
+from lightning_autopipe.schedules.sliced import NAME as SLICED
 from lightning_autopipe.schedules.stash import peak_stash_size
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -51,10 +55,10 @@ def make_plan(
 
     Args:
         profile: the layers of the module.
-        num_stages: stages of each pipeline.
+        num_stages: ranks of each pipeline, and stages, but where a rank runs several.
         num_replicas: pipelines side by side.
         num_microbatches: micro-batches a step and replica.
-        schedule: ``"1f1b"``, ``"gpipe"``, or ``"auto"`` for the first; or a spec.
+        schedule: a name of `TRAINING_SCHEDULES`, ``"auto"`` for ``"1f1b"``; or a spec.
         module_fingerprint: identifies the module that the profile is of.
         partition: ``"auto"`` for the one with the shortest step; ``"uniform"`` for equally many layers on each stage;
             ``"parameters"`` for bytes of parameters as even as possible; or the partition itself; or its cut points,
@@ -67,18 +71,17 @@ def make_plan(
             given partition does not fit the layers or the number of stages.
     """
     if isinstance(schedule, str):
-        schedule = ScheduleSpec(name=DEFAULT_SCHEDULE if schedule == "auto" else schedule)
-    if schedule.name not in TRAINING_SCHEDULES:
-        allowed = ", ".join(repr(name) for name in ("auto", *TRAINING_SCHEDULES))
-        raise ConfigurationError(f"schedule={schedule.name!r} is not known; set it to one of {allowed}")
+        schedule = _usual_spec(schedule, num_stages=num_stages, num_microbatches=num_microbatches)
     layout = ParallelLayout(num_stages=num_stages, num_replicas=num_replicas)
     cost = CostModel(profile)
     if isinstance(partition, str):
         chosen = _partition_by_rule(
-            partition, cost, num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule
+            partition, cost, num_ranks=num_stages, num_microbatches=num_microbatches, schedule=schedule
         )
     else:
-        chosen = _given_partition(partition, num_layers=profile.num_layers, num_stages=num_stages)
+        chosen = _given_partition(
+            partition, num_layers=profile.num_layers, num_stages=num_stages * schedule.stages_per_rank
+        )
     return PipelinePlan(
         module_fingerprint=module_fingerprint,
         layers=profile.layers,
@@ -112,6 +115,7 @@ def plan_of(
     best, cost = result.best, space.cost
     size, partition = best.microbatch_size, best.partition
     of_replica_0 = [space.topology.devices[ranks[0]] for ranks in best.mapping.stage_ranks]
+    of_replica_0 *= best.schedule.stages_per_rank
     timeline = simulate(best.work)
     return PipelinePlan(
         module_fingerprint=module_fingerprint,
@@ -205,17 +209,34 @@ def _device_of(model: str) -> Device:
     return Device(global_rank=0, server="any", model=model, memory_bytes=1)
 
 
+def _usual_spec(name: str, *, num_stages: int, num_microbatches: int) -> ScheduleSpec:
+    """A schedule by its name, with numbers that suit even stages."""
+    if name == "auto":
+        name = DEFAULT_SCHEDULE
+    if name not in TRAINING_SCHEDULES:
+        allowed = ", ".join(repr(known) for known in ("auto", *TRAINING_SCHEDULES))
+        raise ConfigurationError(f"schedule={name!r} is not known; set it to one of {allowed}")
+    if name == SLICED:
+        # As many as save all of the startup where a backward takes two forwards.
+        num_sliced = min(math.ceil((num_stages - 1) / 4), num_microbatches // 2)
+        return ScheduleSpec(name=name, num_sliced_first=num_sliced, num_sliced_last=num_sliced)
+    return ScheduleSpec(name=name, stages_per_rank=2 if name == INTERLEAVED else 1)
+
+
 def _partition_by_rule(
-    rule: str, cost: CostModel, *, num_stages: int, num_microbatches: int, schedule: ScheduleSpec
+    rule: str, cost: CostModel, *, num_ranks: int, num_microbatches: int, schedule: ScheduleSpec
 ) -> Partition:
+    num_stages = num_ranks * schedule.stages_per_rank
+    check_enough_layers(num_stages, cost.num_layers)
     found = partition_by_rule(rule, cost, num_stages)
     if found is not None:
         return found
-    setting = PipelineSetting(cost=cost, num_stages=num_stages, num_microbatches=(num_microbatches,))
     # GPipe's lists are those of 1F1B with all forwards as warm-up.
     depths = schedule.depths or default_depths(num_stages)
     if schedule.name == GPIPE:
         depths = (num_microbatches - 1,) * num_stages
+    setting = PipelineSetting(cost=cost, num_stages=num_ranks, num_microbatches=(num_microbatches,))
+    setting = setting.with_stages_per_rank(schedule.stages_per_rank)
     return choose_partition(setting, depths=depths).partition
 
 

@@ -10,10 +10,10 @@ from lightning_autopipe.core.cluster import ClusterTopology, Device
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import DeviceTimes, ModelProfile
-from lightning_autopipe.planner.candidate import scheduled_work
 from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.links import LinkNetwork, alike_devices
 from lightning_autopipe.planner.objective import PipelineSetting
+from lightning_autopipe.planner.scheduled_work import scheduled_work
 from lightning_autopipe.planner.unequal import unequal_step_work
 from lightning_autopipe.planner.workload import StepWork
 
@@ -60,7 +60,7 @@ def plan_step(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> 
         devices = alike_devices(mapping.ranks[-1] + 1).topology.devices
     setting = PipelineSetting(
         cost=cost,
-        num_stages=plan.num_stages,
+        num_stages=mapping.num_stages,
         num_microbatches=plan.replica_microbatches or (plan.num_microbatches,) * mapping.num_replicas,
         devices=tuple(tuple(devices[rank] for rank in ranks) for ranks in grid),
         network=network,

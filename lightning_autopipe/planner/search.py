@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.mapping import DeviceMapping
+from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
-from lightning_autopipe.planner.candidate import Candidate, known_sizes, scheduled_work
+from lightning_autopipe.planner.candidate import Candidate
 from lightning_autopipe.planner.depths import choose_partition_and_depths
 from lightning_autopipe.planner.mapper import EFFORT_PER_DEVICE, PARTITION_EFFORT, choose_mapping
 from lightning_autopipe.planner.mapping_choice import MappingChoice
@@ -19,24 +20,25 @@ from lightning_autopipe.planner.microbatches import microbatch_counts
 from lightning_autopipe.planner.objective import PipelineSetting
 from lightning_autopipe.planner.partitioner import choose_partition
 from lightning_autopipe.planner.replica import Depths
+from lightning_autopipe.planner.schedule_choice import OTHER_KINDS, ScheduleChoice, choose_schedule
+from lightning_autopipe.planner.scheduled_work import scheduled_work
 from lightning_autopipe.planner.search_space import SearchSpace
-from lightning_autopipe.planner.slices import choose_slices
 from lightning_autopipe.planner.unlike_counts import unlike_count_candidates
 from lightning_autopipe.schedules.gpipe import NAME as GPIPE
 from lightning_autopipe.schedules.one_f_one_b import NAME as ONE_F_ONE_B
 from lightning_autopipe.schedules.one_f_one_b import default_depths
 
 _DEEPER_PAYS = 0.99
-"""Deeper warm-ups and slices are planned where they shorten the step to this share at least: they keep more, and what
-is predicted is not that exact."""
+"""Deeper warm-ups and other schedules are planned where they shorten the step to this share at least: they keep more,
+and what is predicted is not that exact."""
 _FEWER_MICROBATCHES = 0.99
 """Of two numbers of micro-batches the smaller one is taken where it reaches this share of the other's speed."""
 _NUM_FINALISTS = 3
 _COARSE = 1 / 16
 """Effort for candidates that are only compared, against that for finalists."""
 _DEPTHS_EFFORT = 400_000
-_MAX_SLICED_ACTIONS = 20_000
-"""Actions of a step up to which slices are looked at: each slicing is simulated."""
+_MAX_SIMULATED_ACTIONS = 20_000
+"""Actions of a step up to which schedules beside 1F1B are looked at: each is simulated some dozens of times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ def search(space: SearchSpace) -> SearchResult:
 
     Layouts with their numbers of micro-batches are gone through in the order of what they promise by a bound, as long
     as one can be better than the best one found, and a few in any case, to be told. Each is mapped and cut with little
-    effort; the best few are searched again with all of it, and with deeper warm-ups and slices. Of numbers of
+    effort; the best few are searched again with all of it, and with deeper warm-ups and other schedules. Of numbers of
     micro-batches that are about as good, the smallest one is taken. Unlike numbers of replicas for stages, where they
     may be, compete with the best of these.
 
@@ -114,7 +116,7 @@ class _Search:
 
     def _entries(self) -> Iterator[_Entry]:
         space = self._space
-        smallest, largest = known_sizes(space.cost)
+        smallest, largest = space.cost.known_sizes
         for num_stages, num_replicas in space.layouts():
             batch_size = space.batch_size / (num_replicas if space.batch_of == "step" else 1)
             counts = microbatch_counts(
@@ -148,7 +150,7 @@ class _Search:
                 )
 
     def _no_size(self) -> ConfigurationError:
-        smallest, largest = known_sizes(self._space.cost)
+        smallest, largest = self._space.cost.known_sizes
         return ConfigurationError(
             f"no times are known for micro-batches of a batch of {self._space.batch_size:g} samples "
             f"(num_microbatches={self._space.num_microbatches}): measured are {smallest:g} to {largest:g}; profile "
@@ -206,8 +208,6 @@ class _Search:
         """The best schedule, and cuts, for a mapping."""
         space = self._space
         plain_depths: Depths = entry.setting.depths
-        name = GPIPE if space.schedule == GPIPE else ONE_F_ONE_B
-        schedule = ScheduleSpec(name=name)
         effort = int(share * _DEPTHS_EFFORT)
         plain_s, choice = math.inf, None
         try:
@@ -216,30 +216,47 @@ class _Search:
         except ConfigurationError:
             if space.schedule != "auto":
                 raise
+        schedule = ScheduleSpec(name=GPIPE if space.schedule == GPIPE else ONE_F_ONE_B)
         if space.schedule == "auto" and setting.num_stages > 1:
             deeper = choose_partition_and_depths(setting, effort=effort)
             if choice is None or deeper.step_s < _DEEPER_PAYS * choice.step_s:
                 choice, schedule = deeper, ScheduleSpec(name=ONE_F_ONE_B, depths=deeper.depths)
         assert choice is not None
-        cuts, step_s = choice.partition.cut_points, choice.step_s
-        num_actions = 2 * setting.num_stages * sum(setting.num_microbatches)
-        if space.may_slice and space.schedule == "auto" and share == 1.0 and num_actions <= _MAX_SLICED_ACTIONS:
-            sliced = choose_slices(setting, cuts, choice.depths)
-            if sliced is not None and sliced[1] < _DEEPER_PAYS * step_s:
-                schedule, step_s = sliced
+        best = ScheduleChoice(schedule=schedule, cuts=choice.partition.cut_points, step_s=choice.step_s)
+        if setting.num_stages > 1 and (space.schedule in OTHER_KINDS or self._is_worth_it(setting, share)):
+            kinds = space.kinds if space.schedule == "auto" else (space.schedule,)
+            other = choose_schedule(setting, best.cuts, choice.depths, kinds=kinds)
+            if space.schedule in OTHER_KINDS:
+                if other is None:
+                    raise self._no_schedule()
+                best = other
+            elif other is not None and other.step_s < _DEEPER_PAYS * best.step_s:
+                best = other
         shares = setting.num_microbatches
         return Candidate(
             mapping=mapping,
-            partition=choice.partition,
-            schedule=schedule,
+            partition=Partition(cut_points=best.cuts, num_layers=space.cost.num_layers),
+            schedule=best.schedule,
             num_microbatches=entry.num_microbatches,
             replica_microbatches=shares if len(set(shares)) > 1 else (),
             microbatch_size=setting.microbatch_size or space.cost.microbatch_size,
             num_samples=entry.num_samples,
-            work=scheduled_work(setting, cuts, schedule),
-            step_s=step_s,
-            plain_step_s=plain_s if math.isfinite(plain_s) else step_s,
+            work=scheduled_work(setting, best.cuts, best.schedule),
+            step_s=best.step_s,
+            plain_step_s=plain_s if math.isfinite(plain_s) else best.step_s,
             rank_0_costs=rank_0_costs,
+        )
+
+    def _is_worth_it(self, setting: PipelineSetting, share: float) -> bool:
+        """Whether other schedules are looked at beside 1F1B: for finalists, where a step is soon simulated."""
+        num_actions = 2 * setting.num_stages * sum(setting.num_microbatches)
+        return self._space.schedule == "auto" and share == 1.0 and num_actions <= _MAX_SIMULATED_ACTIONS
+
+    def _no_schedule(self) -> ConfigurationError:
+        return ConfigurationError(
+            f"schedule={self._space.schedule!r} cannot be planned: slices need times of half a micro-batch, "
+            "zero-bubble those of weight gradients apart, and several stages a rank at least two layers for each rank, "
+            "free cuts and enough memory; profile smaller sizes, or set another schedule"
         )
 
 

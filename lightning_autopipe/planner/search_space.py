@@ -11,6 +11,7 @@ from lightning_autopipe.planner.cost import CostModel
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.partition_rules import partition_by_rule
 from lightning_autopipe.planner.replica import Cuts
+from lightning_autopipe.planner.schedule_choice import OTHER_KINDS
 from lightning_autopipe.schedules.gpipe import NAME as GPIPE
 from lightning_autopipe.schedules.one_f_one_b import NAME as ONE_F_ONE_B
 
@@ -39,17 +40,18 @@ class SearchSpace:
     num_microbatches: int | Auto = "auto"
     """Of each replica."""
     schedule: str = "auto"
-    """``"auto"``: 1F1B with any depths, or slices; ``"1f1b"``, ``"gpipe"``: that one as it is."""
+    """``"auto"``: 1F1B with any depths, or one of `kinds`; ``"1f1b"``, ``"gpipe"``: that one as it is; another one with
+    the numbers that suit it."""
     partition: str = "auto"
     """A rule of `PARTITION_RULES`: ``"auto"`` for the shortest step."""
     cuts: Cuts | None = None
     """Of the layers, where they are given; they decide the number of stages."""
     min_samples: float = 1.0
     """Of a micro-batch."""
-    may_slice: bool = False
-    """Whether micro-batches may be sliced, which the runtime cannot do yet."""
+    kinds: tuple[str, ...] = OTHER_KINDS
+    """Schedules beside 1F1B that ``schedule="auto"`` may mean."""
     equal_shares: bool = True
-    """Whether replicas take equal numbers of micro-batches, which the runtime needs."""
+    """Whether replicas take equal numbers of micro-batches; the data of others must be dealt in unlike shares."""
     equal_counts: bool = True
     """Whether all stages have equally many replicas, which the runtime needs; else all share one batch of the step."""
     memory_share: float = 0.9
@@ -58,8 +60,9 @@ class SearchSpace:
     optimizer_state_ratio: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.schedule not in ("auto", ONE_F_ONE_B, GPIPE):
-            raise ConfigurationError(f"schedule={self.schedule!r} is not known; set auto, {ONE_F_ONE_B} or {GPIPE}")
+        known = ("auto", ONE_F_ONE_B, GPIPE, *OTHER_KINDS)
+        if self.schedule not in known:
+            raise ConfigurationError(f"schedule={self.schedule!r} is not known; set one of {', '.join(known)}")
         if self.cuts is not None and self.num_stages not in ("auto", len(self.cuts) + 1):
             raise ConfigurationError(
                 f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, but num_stages is {self.num_stages}"

@@ -340,19 +340,19 @@ def _peak_bytes(node: Node) -> int:
     forward, backward_input = ActionType.FORWARD, ActionType.BACKWARD_INPUT
     has_backward = any(action.type.ends_backward for action in node.actions)
     kept = most = 0.0
-    kept_then, working_then = 0.0, max(work.working_bytes for work in node.works)
+    kept_then, working_then = 0.0, float(max(work.working_bytes for work in node.works))
     bytes_of = {
         stage_index: (node.works[turn].stash_bytes, node.works[turn].working_bytes)
         for stage_index, turn in node.turn_of.items()
     }
     for action in node.actions if has_backward else ():
         kind = action.type
-        num_bytes, working_bytes = bytes_of[action.stage_index]
-        kept_bytes = num_bytes / node.num_slices[action.microbatch_index]
+        num_slices = node.num_slices[action.microbatch_index]
+        kept_bytes, working_bytes = (num_bytes / num_slices for num_bytes in bytes_of[action.stage_index])
         if kind is not forward:
             kept -= kept_bytes
         if kept + working_bytes > most:
             most, kept_then, working_then = kept + working_bytes, kept, working_bytes
         if kind is forward or kind is backward_input:
             kept += kept_bytes
-    return sum(work.fixed_bytes for work in node.works) + round(kept_then) + working_then
+    return sum(work.fixed_bytes for work in node.works) + round(kept_then + working_then)

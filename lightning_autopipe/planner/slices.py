@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
-from lightning_autopipe.planner.candidate import can_halve, scheduled_work
 from lightning_autopipe.planner.objective import Objective, PipelineSetting
 from lightning_autopipe.planner.replica import Cuts, Depths
+from lightning_autopipe.planner.scheduled_work import can_halve, scheduled_work
 from lightning_autopipe.planner.simulator import simulated_s
 from lightning_autopipe.schedules.sliced import NAME as SLICED
 

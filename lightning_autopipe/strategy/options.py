@@ -13,6 +13,7 @@ from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
 
 Auto = Literal["auto"]
 
@@ -22,7 +23,7 @@ DEFAULT_TIMEOUT_S = 1800.0
 PartitionRule = Literal["auto", "uniform", "parameters"]
 
 _PARTITION_RULES = ("auto", "uniform", "parameters")
-_SCHEDULES = ("auto", "1f1b", "gpipe")
+_SCHEDULES = ("auto", *TRAINING_SCHEDULES)
 _PROFILES = ("auto", "measured", "flops")
 _BACKENDS = (None, "gloo", "nccl")
 
@@ -46,7 +47,10 @@ class StrategyOptions:
     num_microbatches: int | Auto = "auto"
     """Micro-batches per replica and step. ``"auto"``: searched; else four per stage, at most the batch's samples."""
     schedule: str = "auto"
-    """``"1f1b"`` (few micro-batches alive at once) or ``"gpipe"`` (all). ``"auto"``: 1F1B, as deep as it pays."""
+    """``"1f1b"`` (few micro-batches alive at once), ``"gpipe"`` (all), ``"sliced_1f1b"`` (the first and last ones in
+    halves, for a shorter start and end), ``"interleaved_1f1b"`` (several stages a rank) or ``"zero_bubble"`` (gradients
+    of parameters fill gaps). ``"auto"``: searched before a fit where numbers are open, 1F1B as deep as it pays among
+    them; else 1F1B."""
     partition: PartitionRule | Partition | Sequence[int] = "auto"
     """The layer index at which each stage after the first begins. ``"auto"``: the shortest step by what layers cost;
     ``"uniform"``: equally many layers on each stage; ``"parameters"``: parameters as even as possible."""

@@ -63,7 +63,7 @@ def plan_table(plan: PipelinePlan) -> Table:
         is_last = stage_index == plan.num_stages - 1
         table.add_row(
             str(stage_index),
-            _ranks(plan.mapping.stage_ranks[stage_index]),
+            _ranks(plan.stage_ranks(stage_index)),
             Text(_layer_range([layer.name.removeprefix(module_path) for layer in owned])),
             str(len(owned)),
             _parameters(owned, has_frozen),

@@ -126,7 +126,9 @@ def test_times_of_a_model_are_found_by_the_name_that_people_use() -> None:
     topology = a_cluster("AB")
     named = (replace(device, model=name) for device, name in zip(topology.devices, ("RTX 3090", "V100"), strict=True))
     save_topology(replace(topology, devices=tuple(named)), "cluster.yaml")
-    plan = planned("--profile", "saved.json", "--cluster", "cluster.yaml", "--stages", "2", "--batch-size", "8")
+    plan = planned(
+        "--profile", "saved.json", "--cluster", "cluster.yaml", "--stages", "2", "--batch-size", "8", "--no-slices"
+    )
     assert [table.device_model for table in plan.times] == list(models)
     assert plan.mapping.stage_ranks == ((1,), (0,))
     first, last = (len(plan.stage_layers(stage)) for stage in range(2))
@@ -236,7 +238,7 @@ def test_plans_for_study_are_written_shown_and_simulated(capsys: pytest.CaptureF
     assert step_s == pytest.approx(plan.step_prediction.step_s)
     a_profile(fixed=0.1).save("saved.json")
     sizes = ("--batch-size", "8", "--microbatches", "4", "--stages", "4")
-    sliced = planned("--profile", "saved.json", "--devices", "4", *sizes, "--slices")
+    sliced = planned("--profile", "saved.json", "--devices", "4", *sizes, "--schedule", "sliced_1f1b")
     assert sliced.schedule.is_sliced
     capsys.readouterr()
     assert main(["simulate", "plan.json"]) == 0
@@ -250,7 +252,7 @@ def test_replicas_that_take_unlike_numbers_have_a_grid_each(capsys: pytest.Captu
     save_topology(replace(topology, devices=devices), "cluster.yaml")
     plan = planned(
         *("--profile", "saved.json", "--cluster", "cluster.yaml", "--global-batch-size", "24"),
-        *("--no-equal-replicas", "--replicas", "2", "--microbatches", "6"),
+        *("--no-equal-replicas", "--replicas", "2", "--microbatches", "6", "--schedule", "1f1b"),
     )
     assert sum(plan.replica_microbatches) == 12
     assert max(plan.replica_microbatches) in (8, 9)  # equally long

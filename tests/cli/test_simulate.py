@@ -42,6 +42,10 @@ def test_a_schedule_is_simulated_with_the_times_given(capsys: pytest.CaptureFixt
         # Two halves reach the last stage after 10 ms instead of 20 ms.
         (("--forward", "10", "--schedule", "sliced_1f1b", "--sliced", "4"), "150 ms"),
         (("--forward", "10", "--depths", "3,2,1"), "180 ms"),
+        (("--forward", "10", "--schedule", "zero_bubble"), "150 ms"),
+        (("--forward", "10", "--schedule", "zero_bubble", "--weight-gradients", "0"), "210 ms"),
+        (("--forward", "10", "--schedule", "sliced_1f1b", "--sliced", "2,2"), "150 ms"),
+        (("--forward", "10", "--stages", "6", "--schedule", "interleaved_1f1b", "--stages-per-rank", "2"), "300 ms"),
         (("--forward", "0", "--optimizer", "1500"), "1.5 s"),
     ],
 )
@@ -71,14 +75,17 @@ def test_picture_and_trace_are_written(tmp_path: Path, capsys: pytest.CaptureFix
         ("--stages 2 --microbatches 2 --forward 1 --backward 1,2,3", "--backward gives 3 times for 2"),
         (
             "--stages 2 --microbatches 2 --forward 1 --schedule zigzag",
-            "there is no schedule 'zigzag'; --schedule is one",
+            "there is no schedule 'zigzag'; set schedule= to one",
         ),
-        ("--stages 2 --microbatches 2 --forward 1 --depths 0,1", "depth of stage 1 is 1, allowed is at most the 0"),
+        ("--stages 2 --microbatches 2 --forward 1 --depths 0,1", "depths[1]=1 is more than the 0 of the stage before"),
         ("--stages 2 --microbatches 2 --forward 1 --depths 1", "1 warm-up depths are given for 2 stages"),
-        ("--stages 2 --microbatches 2 --forward 1 --schedule gpipe --depths 1,0", "--depths goes with --schedule 1f1b"),
+        (
+            "--stages 2 --microbatches 2 --forward 1 --schedule gpipe --depths 1,0",
+            "schedule 'gpipe' takes no warm-up depths",
+        ),
         (
             "--stages 2 --microbatches 2 --forward 1 --schedule sliced_1f1b --sliced 3",
-            "are more than the 2 micro-batches",
+            "--sliced 3,0 is more than the 2 micro-batches",
         ),
         ("--stages 1000 --microbatches 1000000 --forward 1", "is more than 200000, which takes too long"),
         ("--stages 2 --microbatches 2 --forward 1 --cluster x", "--cluster goes with a plan"),

@@ -65,8 +65,8 @@ def test_the_schedule_counts() -> None:
         ({"num_stages": 5}, "num_stages=5 is more than the 4 layers"),
         ({"num_replicas": 0}, "num_replicas must be an integer >= 1"),
         (
-            {"schedule": "zero_bubble"},
-            "schedule='zero_bubble' is not known; set it to one of 'auto', '1f1b', 'gpipe'",
+            {"schedule": "1f2b"},
+            "schedule='1f2b' is not known; set it to one of 'auto', '1f1b', 'gpipe', ",
         ),
         ({"schedule": "forward_only"}, "schedule='forward_only' is not known"),
         (

@@ -70,7 +70,7 @@ def a_profile(
 
 def space(profile: ModelProfile, topology: ClusterTopology | None = None, **changes: Any) -> SearchSpace:
     network = alike_devices(4) if topology is None else LinkNetwork(topology)
-    options: dict[str, Any] = {"batch_size": 8.0, "optimizer_state_ratio": 0.0}
+    options: dict[str, Any] = {"batch_size": 8.0, "optimizer_state_ratio": 0.0, "kinds": ()}
     return SearchSpace(cost=CostModel(profile), network=network, **(options | changes))
 
 
@@ -160,7 +160,7 @@ def test_slices_only_where_they_may_be_run() -> None:
     """Halves cost little more than half, two times as many micro-batches cannot be made: slices pay."""
     options: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4, "batch_size": 8.0}
     whole = search(space(a_profile(fixed=0.1), **options)).best
-    sliced = search(space(a_profile(fixed=0.1), may_slice=True, **options)).best
+    sliced = search(space(a_profile(fixed=0.1), kinds=("sliced_1f1b",), **options)).best
     assert not whole.schedule.is_sliced
     assert sliced.schedule.is_sliced
     assert sliced.step_s < whole.step_s
@@ -227,7 +227,7 @@ def a_plan(given: SearchSpace) -> PipelinePlan:
     [
         ({"num_stages": 4}, None),
         ({"num_stages": 2, "equal_shares": False}, {"gpu": 1.0, "slow": 0.5}),
-        ({"num_stages": 4, "num_microbatches": 4, "may_slice": True}, None),
+        ({"num_stages": 4, "num_microbatches": 4, "kinds": ("sliced_1f1b",)}, None),
     ],
 )
 def test_the_plan_gives_the_step_that_was_found(changes: dict[str, Any], models: dict[str, float] | None) -> None:
