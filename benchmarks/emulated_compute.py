@@ -155,7 +155,9 @@ class Part:
             mebibytes = "-".join(f"{num_bytes / 2**20:g}" for num_bytes in row["stash_bytes"])
             print(f"\n    M={row['num_microbatches']}, {row['schedule']}; keeps {mebibytes} MiB")
         load, overhead_s = (next(iter(self.rows.values()))[name] for name in ("load", "overhead_s"))
-        print(f"    an empty action takes {1e6 * overhead_s:.0f} us; load {load[0]:.1f} {load[1]:.1f}", flush=True)
+        print(
+            f"    an empty action takes {1e6 * overhead_s:.0f} us of CPU; load {load[0]:.1f} {load[1]:.1f}", flush=True
+        )
 
 
 def a_model(num_stages: int, num_microbatches: int, seconds: Mapping[int, Seconds]) -> PlannedModel:

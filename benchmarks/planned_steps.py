@@ -207,8 +207,8 @@ def empty_entry(num_stages: int) -> Entry:
 
 
 def empty_action_s(times: EntryTimes, num_stages: int) -> float:
-    """What an action of `empty_entry` takes."""
-    return times.median_s / (2 * (_EMPTY_MICROBATCHES + num_stages - 1))
+    """CPU time that an action of `empty_entry` takes: where nobody sleeps, ranks wait for each other's cores."""
+    return times.median_cpu_s / (2 * _EMPTY_MICROBATCHES * num_stages)
 
 
 def predicted_s(candidate: Candidate, times: EntryTimes, network: LinkNetwork | None, overhead_s: float = 0.0) -> float:

@@ -167,7 +167,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     bandwidth, latency_s, duplex, sharing = rows[0]["link"]
     print(
         f"\nstages on servers {rows[0]['order']}: link measured {bandwidth / 1e6:.2f} MB/s, {1e6 * latency_s:.0f} us, "
-        f"{duplex} duplex, {sharing}; an empty action {1e6 * rows[0]['overhead_s']:.0f} us; load "
+        f"{duplex} duplex, {sharing}; an empty action {1e6 * rows[0]['overhead_s']:.0f} us of CPU; load "
         f"{rows[0]['load'][0]:.1f} {rows[0]['load'][1]:.1f}"
     )
     for row in rows:
