@@ -38,7 +38,8 @@ class FigureLog:
     """Logs to the trainer's loggers, on global rank 0, whenever the trainer logs metrics of steps.
 
     Figures are means over the steps since the last time: of each step from the begin of ``training_step`` to the end of
-    the optimizer's step, so without the time that loading data takes in between.
+    the optimizer's step, so without the time that loading data takes in between. A rank that waits for others in a sum
+    of gradients counts as busy, which a trace tells apart.
 
     Args:
         trainer: Whose loggers and interval.

@@ -80,6 +80,31 @@ def test_a_message_ends_when_its_receiver_takes_it_and_waits_are_kept() -> None:
     assert measured.bubble_fraction == pytest.approx(1 - 1.5 / 4)
 
 
+def test_a_sum_begins_when_the_last_of_its_ranks_has_come_so_far() -> None:
+    ended = {3: 1.0, 2: 2.0, 1: 3.0, 0: 4.0}
+    steps = {
+        rank: RankStep(
+            begin_s=0.0,
+            ran=(
+                (Action.parse(f"{1 - rank % 2}F0"), 0.0, 0.0, ready_s),
+                (StepEnd.GRADIENTS, ready_s, ready_s, 4.5),
+                (StepEnd.EXCHANGE, 4.5, 4.5, 5.0),
+                (StepEnd.OPTIMIZER, 5.0, 5.0, 5.0 + rank),
+            ),
+        )
+        for rank, ready_s in ended.items()
+    }
+    measured = measured_timeline(steps, dict.fromkeys(range(4), SAME), [[1, 0], [3, 2]])
+    sums = {
+        event.global_rank: (event.start_s, event.waited_s)
+        for event in measured.events
+        if event.action is StepEnd.GRADIENTS
+    }
+    assert sums == {1: (3.0, 0.0), 3: (3.0, 2.0), 0: (4.0, 0.0), 2: (4.0, 2.0)}
+    optimizers = {event.start_s for event in measured.events if event.action is StepEnd.OPTIMIZER}
+    assert optimizers == {5.0}, "nobody waits for another one's optimizer"
+
+
 def test_stages_of_one_rank_send_each_other_nothing_and_clocks_that_miss_make_no_message_end_early() -> None:
     ran: Sequence[Ran] = [
         (Action.parse("0F0"), 0.0, 0.0, 1.0),
