@@ -230,6 +230,7 @@ def planned_shortfalls(part: Part, number: int) -> list[str]:
     gain = peer_s / part.median_s(f"planned, M={number}")
     print(f"M={number}, linear: planned is {gain:.3f}x as fast as torch's 1F1B")
     found += at_least(f"M={number}, linear: torch's 1F1B against planned", gain, MIN_LINEAR_GAINS[number])
+    part.rows[f"planned, M={number}"]["gain"] = gain
     for (share, of), wanted in MIN_GAINS.items():
         if of == number:
             name = f"half {share:.0%}"
@@ -237,6 +238,7 @@ def planned_shortfalls(part: Part, number: int) -> list[str]:
             gain = best_s / part.median_s(f"planned, M={number}, {name}")
             print(f"M={number}, {name}: planned is {gain:.3f}x as fast as torch's 1F1B with the better of M and 2M")
             found += at_least(f"M={number}, {name}: torch's better 1F1B against planned", gain, wanted)
+            part.rows[f"planned, M={number}, {name}"]["gain"] = gain
     limits = part.rows[f"torch, M={number}"]["stash_bytes"]
     for title, row in part.rows.items():
         found += [
@@ -271,6 +273,7 @@ def zero_bubble(num_repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
             f"M={number}: {units:.1f} units simulated, measured {share:.3f} of that; against torch's "
             + ", ".join(f"{name} {gain:.3f}x" for name, gain in gains.items())
         )
+        part.rows[f"planned, M={number}"].update(units=units, share=share, gains=gains)
         found += at_most(f"zero-bubble, M={number}: simulated units", units, MAX_UNITS[number])
         found += at_most(f"zero-bubble, M={number}: measured against simulated", share, MAX_OF_UNITS)
         found += at_least(f"zero-bubble, M={number}: torch's ZB1P against ours", gains["ZB1P"], 1.0)
