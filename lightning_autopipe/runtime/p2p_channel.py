@@ -111,14 +111,21 @@ class SendChannel:
             self.release(crossing)
 
 
+_SMALL_BYTES = 2**20
+_MAX_SMALL = 16
+"""Beyond the window receives are posted for as many messages as are no more than so many bytes together: memory that
+nobody notices, and what is small waits for the peer's answer longer than for its bytes."""
+
+
 class _Posted:
     """A message whose receives are posted: the tensors of each crossing, and what is to be waited for."""
 
-    __slots__ = ("buffers", "is_taken", "values")
+    __slots__ = ("buffers", "is_taken", "num_bytes", "values")
 
     def __init__(self) -> None:
         self.values: dict[Crossing, tuple[Tensor, ...]] = {}
         self.buffers: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, buffer, target
+        self.num_bytes = 0
         self.is_taken = False
 
 
@@ -140,7 +147,7 @@ class ReceiveChannel:
         self._window = 0
         self._order: deque[Message] = deque()
         self._posted: dict[Crossing, _Posted] = {}
-        self._num_ahead = 0
+        self._num_ahead = self._bytes_ahead = 0
         self._specs_of: Callable[[Crossing, bool], Sequence[TensorSpec] | None] = lambda crossing, wait: None
 
     def begin(
@@ -164,8 +171,8 @@ class ReceiveChannel:
         self.post_ahead()
 
     def post_ahead(self) -> None:
-        """Post the receives that the window allows and whose specs are known."""
-        while self._order and self._num_ahead < self._window:
+        """Post the receives that the window allows, or that are small, and whose specs are known."""
+        while self._order and self._num_ahead < max(self._window, _MAX_SMALL):
             if not self._post_next(wait=False):
                 return
 
@@ -179,6 +186,7 @@ class ReceiveChannel:
         if not posted.is_taken:
             posted.is_taken = True
             self._num_ahead -= 1
+            self._bytes_ahead -= posted.num_bytes
             self.post_ahead()
             for work, buffer, target in posted.buffers:
                 self._link.wait(work, crossing, "receive")
@@ -194,12 +202,17 @@ class ReceiveChannel:
             if known is None:
                 return False
             specs.append(known)
+        num_bytes = sum([spec.num_bytes for own in specs for spec in own])
+        if not wait and self._num_ahead >= self._window and self._bytes_ahead + num_bytes > _SMALL_BYTES:
+            return False
         self._order.popleft()
         posted = _Posted()
+        posted.num_bytes = num_bytes
         for crossing, own in zip(message, specs, strict=True):
             posted.values[crossing] = tuple([self._post(spec, crossing, posted) for spec in own])
             self._posted[crossing] = posted
         self._num_ahead += 1
+        self._bytes_ahead += num_bytes
         return True
 
     def _post(self, spec: TensorSpec, crossing: Crossing, posted: _Posted) -> Tensor:

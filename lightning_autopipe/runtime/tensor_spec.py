@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
@@ -57,10 +58,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Size of the numbers."""
-        num_elements = 1
-        for size in self.shape:
-            num_elements *= size
-        return num_elements * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         gradient = "requires_grad" if self.requires_grad else "no grad"

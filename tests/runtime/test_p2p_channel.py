@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from lightning_autopipe.runtime import p2p_channel
 from lightning_autopipe.runtime.p2p_channel import ReceiveChannel, SendChannel
 from lightning_autopipe.runtime.tensor_spec import TensorSpec
 from lightning_autopipe.runtime.transport import Crossing, Message
@@ -49,6 +51,12 @@ def receive_channel(link: NotingLink) -> ReceiveChannel:
     return ReceiveChannel(link, DirectWire(), device=CPU)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p_channel, "_SMALL_BYTES", 0)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
 def test_receives_are_posted_ahead_within_the_window() -> None:
     link = NotingLink()
     channel = receive_channel(link)
@@ -78,6 +86,7 @@ def test_posts_what_is_known_and_waits_for_the_rest() -> None:
     assert link.take() == ["irecv 1", "irecv 2", "wait receive 1"]
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_receives_keep_the_order_of_the_peer() -> None:
     link = NotingLink()
     channel = receive_channel(link)
@@ -117,6 +126,17 @@ def test_sends_are_kept_until_released() -> None:
     assert link.take() == ["wait send 1"]
 
 
+def test_small_messages_are_posted_beyond_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = NotingLink()
+    channel = receive_channel(link)
+    monkeypatch.setattr(p2p_channel, "_SMALL_BYTES", 3 * SPEC.num_bytes)
+    channel.begin(one_each(range(9)), lambda crossing, wait: (SPEC,), window=1)
+    assert link.take() == ["irecv 0", "irecv 1", "irecv 2"]
+    channel.receive(crossing(0))
+    assert link.take() == ["irecv 3", "wait receive 0"]
+
+
+@pytest.mark.usefixtures("nothing_is_small")
 def test_halves_of_one_message_come_together() -> None:
     link = NotingLink()
     halves = Crossing(0, 1, 0), Crossing(0, 1, 1)
