@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from textwrap import dedent, indent
 
 import pytest
@@ -15,9 +16,12 @@ from lightning_autopipe.schedules import (
     forward_only,
     get_schedule,
     gpipe,
+    interleaved_1f1b,
     lower,
     one_f_one_b,
+    sliced_one_f_one_b,
     validate,
+    zero_bubble,
 )
 
 GRIDS = {
@@ -106,6 +110,19 @@ def test_the_docstring_of_lowering_shows_what_it_gives() -> None:
         line = next(line for line in lines if line.strip().startswith(f"stage {stage_index} |"))
         drawn = line.split("|")[1].split("SA/RA:")[0].split("SG/RG:")[0].split()
         assert drawn == [str(action)[1:] for action in actions]
+
+
+def test_the_page_about_schedules_draws_what_they_give() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    for schedule in (
+        one_f_one_b(4, 4),
+        gpipe(3, 4),
+        sliced_one_f_one_b(3, 4, num_sliced_first=1, num_sliced_last=1),
+        interleaved_1f1b(2, 4, 2),
+        zero_bubble(4, 4),
+        forward_only(3, 4),
+    ):
+        assert f"```\n{draw_grid(schedule)}\n```" in page, schedule.name
 
 
 def test_a_schedule_is_found_by_its_name() -> None:
