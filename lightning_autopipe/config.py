@@ -46,9 +46,11 @@ class AutoPipeConfig:
 
     schedule: str = "auto"
     """Order of the stages' forwards and backwards. ``"1f1b"``: backward as early as possible, so that a stage keeps
-    activations of at most as many micro-batches as there are stages. ``"auto"``: the same, with more of them in flight
-    where that hides slow links or uneven stages and memory allows it. ``"gpipe"``: all forwards, then all
-    backwards; activations of all micro-batches are kept."""
+    activations of at most as many micro-batches as there are stages. ``"gpipe"``: all forwards, then all backwards;
+    activations of all micro-batches are kept. ``"sliced_1f1b"``: 1F1B whose first and last micro-batches go through as
+    two halves, for a shorter begin and end. ``"interleaved_1f1b"``: several stages a process, each with fewer layers.
+    ``"zero_bubble"``: gradients of parameters wait, and fill the gaps. ``"auto"``: where a number is left open the
+    fastest of all these by simulation, with as many micro-batches in flight as it pays and memory allows; else 1F1B."""
 
     partition: Any = "auto"
     """How layers are shared between stages, in contiguous runs. ``"auto"``: so that the simulated step is as short as

@@ -41,8 +41,9 @@ class AutoPipeStrategy(ModuleStrategy):
             ``"auto"`` is searched with ``num_stages``, or what a given ``num_stages`` leaves.
         num_microbatches: Micro-batches per replica and step; ``"auto"`` is searched. More of them idle less; fewer are
             larger.
-        schedule: ``"1f1b"`` keeps few micro-batches alive at once, ``"gpipe"`` all of them; ``"auto"`` is 1F1B with
-            deeper warm-ups where they pay.
+        schedule: ``"1f1b"`` keeps few micro-batches alive at once, ``"gpipe"`` all of them; ``"sliced_1f1b"`` runs the
+            first and last ones in halves, ``"interleaved_1f1b"`` several stages a process, ``"zero_bubble"`` gradients
+            of parameters where there are gaps; ``"auto"`` is the fastest one where numbers are searched, else 1F1B.
         partition: ``"auto"`` is the shortest step by what layers cost, ``"uniform"`` equally many layers on each stage,
             ``"parameters"`` parameters as even as possible; or the layer index at which each later stage begins.
         profile: ``"measured"``: layers cost the time they take on this device; ``"flops"``: their floating-point

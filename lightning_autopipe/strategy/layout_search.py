@@ -22,8 +22,10 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.planner import CostModel, SearchSpace, plan_of, search
 from lightning_autopipe.planner.links import LinkNetwork
+from lightning_autopipe.planner.schedule_choice import OTHER_KINDS
 from lightning_autopipe.planner.sizes import MICROBATCHES_PER_STAGE
 from lightning_autopipe.profiling import ProfilingError
+from lightning_autopipe.schedules.sliced import NAME as SLICED
 from lightning_autopipe.strategy.data_state import preserved_data_state
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -201,6 +203,8 @@ def _search(
         equal_shares=equal_shares,
         num_microbatches="auto" if options.num_microbatches == "auto" else traced.num_microbatches,
         schedule=options.schedule_name,
+        # Batch normalization takes its statistics from what runs at a time.
+        kinds=tuple(kind for kind in OTHER_KINDS if pipeline.min_samples == 1 or kind != SLICED),
         partition=options.partition if isinstance(options.partition, str) else "auto",
         cuts=pipeline.cut_points_after if options.cut_after else options.given_cuts,
         # Statistics of fewer are too noisy to be chosen without being asked for.
