@@ -19,6 +19,11 @@ class StageTimes:
     backward_s: float
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Rank and stage."""
+        return self.global_rank, self.stage_index
+
+    @property
     def compute_s(self) -> float:
         """Of forwards and backwards."""
         return self.forward_s + self.backward_s

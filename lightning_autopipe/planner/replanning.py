@@ -48,24 +48,26 @@ class StageRatio:
     """Of forwards and backwards together."""
 
 
-def stage_ratios(
-    plan: PipelinePlan, measured: Iterable[StageTimes], *, cluster: ClusterTopology | None = None
-) -> tuple[StageRatio, ...]:
-    """Measured against planned seconds of each rank's stages.
-
-    Args:
-        plan: whose layers have measured times.
-        measured: of one step of as many samples as planned.
-        cluster: what the plan is for; None: as for `plan_step`.
+def planned_stage_times(plan: PipelinePlan, *, cluster: ClusterTopology | None = None) -> tuple[StageTimes, ...]:
+    """Seconds of each rank's stages in a step, as a plan of measured layers predicts them.
 
     Raises:
         ConfigurationError: the cluster does not fit the plan.
     """
-    timeline = simulate(plan_step(plan, cluster=cluster))
-    planned = {(times.global_rank, times.stage_index): times for times in stage_times(timeline)}
+    return stage_times(simulate(plan_step(plan, cluster=cluster)))
+
+
+def stage_ratios(planned: Iterable[StageTimes], measured: Iterable[StageTimes]) -> tuple[StageRatio, ...]:
+    """Measured against planned seconds, of stages that are among both.
+
+    Args:
+        planned: of a step.
+        measured: of one of as many samples.
+    """
+    by_place = {times.place: times for times in planned}
     ratios = []
     for times in measured:
-        then = planned.get((times.global_rank, times.stage_index))
+        then = by_place.get(times.place)
         if then is not None and then.compute_s:
             ratios.append(
                 StageRatio(

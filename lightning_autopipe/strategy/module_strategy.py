@@ -113,7 +113,7 @@ class ModuleStrategy(PlanningStrategy):
     def teardown(self) -> None:
         session = self._session
         if session is not None:
-            session.watch = None
+            session.watch = session.pipeline.observer = None
             if session.is_ready and self.options.gather_after_fit and not self.is_interrupted:
                 # Not only after a fit: an evaluation after it must not leave rank 0 with less.
                 session.gather_on_rank_zero()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from statistics import median
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -12,7 +12,7 @@ from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.quantities import duration_text
 from lightning_autopipe.core.stage_times import StageTimes, sum_stage_times
-from lightning_autopipe.planner.replanning import Replanning, StageRatio, replan, stage_ratios
+from lightning_autopipe.planner.replanning import Replanning, StageRatio, planned_stage_times, replan, stage_ratios
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.step_watch import WatchedStep
 
@@ -43,6 +43,8 @@ class ReplanningWatch:
         self._communicator = communicator
         self._plan, self._cluster = plan, cluster
         self._steps: list[tuple[StageTimes, ...]] = []
+        self._planned: tuple[StageTimes, ...] = ()
+        self._latest: dict[tuple[int, int], StageTimes] = {}
         self._warned: dict[tuple[int, int], float] = {}
         self._is_broken = False
 
@@ -89,10 +91,15 @@ class ReplanningWatch:
     def end(self) -> None:
         """Nothing to do."""
 
-    def _judge(self, measured: Sequence[StageTimes]) -> str:
+    def _judge(self, measured: Iterable[StageTimes]) -> str:
         plan = self._plan()
-        ratios = stage_ratios(plan, measured, cluster=self._cluster)
-        state = {(ratio.times.global_rank, ratio.times.stage_index): ratio.whole for ratio in ratios}
+        self._planned = self._planned or planned_stage_times(plan, cluster=self._cluster)
+        # Replicas whose batches differ come to their medians in different steps.
+        self._latest.update({times.place: times for times in measured})
+        if len(self._latest) < len(self._planned):
+            return ""
+        ratios = stage_ratios(self._planned, self._latest.values())
+        state = {ratio.times.place: ratio.whole for ratio in ratios}
         if all(abs(whole / self._warned.get(place, 1.0) - 1) <= THRESHOLD for place, whole in state.items()):
             return ""
         self._warned = state

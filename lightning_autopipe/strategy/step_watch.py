@@ -71,8 +71,13 @@ class StepWatch:
         self._sent_bytes = 0, 0
 
     def begin_step(self) -> None:
-        """A training step begins."""
-        self._end_step()
+        """A training step begins.
+
+        One that ran nothing (it only kept its batch for a later one) was none, and this one takes its place.
+        """
+        if not self._end_step() and self._number:
+            self.recorder.begin_step()
+            return
         self._number += 1
         for reader in self._readers:
             reader.before_step(self._number)
@@ -101,12 +106,14 @@ class StepWatch:
         for reader in self._readers:
             reader.end()
 
-    def _end_step(self) -> None:
+    def _end_step(self) -> bool:
+        """Whether there was one."""
         step = self.recorder.end_step()
-        if step is None:
-            return
+        if step is None or not step.ran:
+            return False
         watched = WatchedStep(
             number=self._number, step=step, num_samples=self._num_samples, sent_bytes=self._sent_bytes
         )
         for reader in self._readers:
             reader.after_step(watched)
+        return True

@@ -16,9 +16,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_autopipe.cli.main import main
 from lightning_autopipe.core import Action, ConfigurationError, ParallelLayout, PipelinePlan, StepEnd
-from lightning_autopipe.core.stage_times import StageTimes, stage_times
+from lightning_autopipe.core.stage_times import StageTimes
 from lightning_autopipe.planner import simulate
 from lightning_autopipe.planner.plan_step import plan_step
+from lightning_autopipe.planner.replanning import planned_stage_times
 from lightning_autopipe.runtime.timeline_recorder import Ran, RankStep
 from lightning_autopipe.strategy import AutoPipeStrategy
 from lightning_autopipe.strategy.communicator import Communicator
@@ -86,6 +87,18 @@ def test_a_step_ends_when_the_next_one_begins_or_the_fit() -> None:
         "end",
     ]
     assert talking.told[1] == ("take", ["hello", "of another rank"])
+
+
+def test_a_call_that_runs_nothing_is_no_step() -> None:
+    diary = Diary("hello")
+    watch = StepWatch([diary])
+    for _ in range(3):
+        watch.begin_step()  # a batch of an accumulation window that is kept for its last one
+    watch.recorder.ran(Action.parse("0F0"), 0.0, 0.0, 1.0)
+    assert watch.notes == ["hello"]
+    watch.begin_step()
+    watch.end()
+    assert diary.told == [("before", 1), ("after", 1, 0, (0, 0), ["0F0"]), ("before", 2), "end"]
 
 
 def test_nothing_travels_where_nobody_has_anything_to_tell() -> None:
@@ -184,7 +197,7 @@ class Watched:
     def __init__(self, plan: PipelinePlan) -> None:
         self.plan = plan
         self.ranks = [ReplanningWatch(a_communicator(rank), lambda: plan, None) for rank in range(2)]
-        self.planned = stage_times(simulate(plan_step(plan)))
+        self.planned = planned_stage_times(plan)
 
     def run(self, *factors: float, num_samples: int = 3, num_steps: int = NUM_STEPS) -> int:
         """Steps with stages so many times as slow as planned; gives how many ranks had something to tell."""
@@ -225,6 +238,13 @@ def test_a_slow_stage_is_told_once_with_what_a_new_plan_gains(run: Watched) -> N
         run.run(1.0, 1.5)
 
 
+def test_ranks_that_come_to_their_medians_in_different_steps_are_judged_together(run: Watched) -> None:
+    slow = [replace(times, forward_s=2 * times.forward_s) for times in run.planned]
+    run.ranks[0].take([(slow[0],)])
+    with pytest.warns(UserWarning, match="takes 25 % longer"):
+        run.ranks[0].take([(run.planned[1],)])
+
+
 def test_what_is_about_as_planned_is_not_told(run: Watched) -> None:
     assert run.run(1.15, 0.85) == 2
 
@@ -239,8 +259,8 @@ def test_steps_of_other_sizes_do_not_count(run: Watched) -> None:
 
 
 def test_an_error_ends_the_watch_and_nothing_else(run: Watched, caplog: pytest.LogCaptureFixture) -> None:
-    broken = [StageTimes(global_rank=0, stage_index=0, forward_s=1.0, backward_s=1.0), None]
-    run.ranks[0].take([broken])  # type: ignore[list-item]
+    broken: Any = [StageTimes(global_rank=0, stage_index=0, forward_s=1.0, backward_s=1.0), None]
+    run.ranks[0].take([broken])
     assert "stage times cannot be compared with the plan: AttributeError" in caplog.text
     run.run(1.0, 3.0)
 
