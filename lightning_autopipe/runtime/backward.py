@@ -56,8 +56,7 @@ def _accumulate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> 
     Gradients were received in the shapes of their roots.
     """
     given = tuple(
-        torch.ones_like(root) if gradient is None else gradient
-        for root, gradient in zip(roots, gradients, strict=True)
+        torch.ones_like(root) if gradient is None else gradient for root, gradient in zip(roots, gradients, strict=True)
     )
     _engine_run_backward(tuple(roots), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
