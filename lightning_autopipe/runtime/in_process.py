@@ -45,23 +45,26 @@ class InProcessPipeline:
 
         def one_more() -> None:
             turned.append(len(turned))
-            if before_last_backward is not None and len(turned) == len(self.executors):
+            if before_last_backward is not None and len(turned) == schedule.num_ranks:
                 before_last_backward()
 
+        # With several stages a rank the first ones stand for all.
         running = {
-            executor.stage_index: executor.advance(stage, schedule, one_more)
-            for executor, stage in zip(self.executors, stages, strict=True)
+            rank: self.executors[rank].advance(
+                {stage_index: stages[stage_index] for stage_index in schedule.stages_of(rank)}, schedule, one_more
+            )
+            for rank in range(schedule.num_ranks)
         }
         waiting: dict[int, Action] = {}
         while running:
             before = dict(waiting)
-            for stage_index in list(running):
-                action = next(running[stage_index], None)
+            for rank in list(running):
+                action = next(running[rank], None)
                 if action is None:
-                    del running[stage_index]
-                    waiting.pop(stage_index, None)
+                    del running[rank]
+                    waiting.pop(rank, None)
                 else:
-                    waiting[stage_index] = action
+                    waiting[rank] = action
             if running and waiting == before:
                 raise PipelineRuntimeError(
                     f"schedule {schedule.name!r} cannot go on; these actions wait for inputs that no stage will send: "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.planner import make_plan
 from lightning_autopipe.runtime.memory_transport import MemoryNetwork
 from lightning_autopipe.runtime.pipeline import Pipeline
@@ -38,7 +39,7 @@ def make_pipeline(
     num_microbatches: int,
     num_replicas: int = 1,
     replica_index: int = 0,
-    schedule: str = "1f1b",
+    schedule: str | ScheduleSpec = "1f1b",
     step_name: str = "training_step",
     partition: Any = "auto",
     **options: Any,
@@ -61,11 +62,12 @@ def make_pipeline(
         num_stages=num_stages,
         num_replicas=num_replicas,
         num_microbatches=num_microbatches,
-        schedule=schedule,
+        schedule=schedule if isinstance(schedule, str) else "1f1b",
         module_fingerprint=pipeline.module_fingerprint,
         partition=partition,
     )
     pipeline.set_plan(plan)
+    pipeline._schedule = schedule  # also those that no strategy sets yet
     return pipeline
 
 
