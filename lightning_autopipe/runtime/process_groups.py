@@ -47,8 +47,8 @@ class ProcessGroups:
         """The pipeline that this process is in."""
         return self.layout.replica_index(self.global_rank)
 
-    def transport(self, device: torch.device) -> P2PTransport:
-        """New connections of this stage to its neighbours."""
+    def transport(self, device: torch.device, *, stages_per_rank: int = 1) -> P2PTransport:
+        """New connections of this rank to its neighbours."""
         return P2PTransport(
             stage_index=self.stage_index,
             pipeline_ranks=self.layout.pipeline_ranks(self.replica_index),
@@ -57,6 +57,7 @@ class ProcessGroups:
             header_group=self.control,
             device=device,
             timeout_s=self.timeout_s,
+            stages_per_rank=stages_per_rank,
         )
 
 
