@@ -151,10 +151,7 @@ class StageExecutor:
         for program in self._programs:
             if program.schedule is schedule:
                 return program
-        if schedule.num_stages != self.num_stages:
-            raise PlanError(
-                f"schedule {schedule.name!r} has {schedule.num_stages} stages, this pipeline {self.num_stages}"
-            )
+        require_stages(schedule, self.num_stages)
         program = rank_program(schedule, self.stage_index)
         self._programs.appendleft(program)
         return program
@@ -235,6 +232,12 @@ class StageExecutor:
             f"{unit_name(action.unit)}: {type(error).__name__}: {error}",
             **where,  # type: ignore[arg-type]
         )
+
+
+def require_stages(schedule: Schedule, num_stages: int) -> None:
+    """Raise PlanError where a schedule is for another number of stages."""
+    if schedule.num_stages != num_stages:
+        raise PlanError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, this pipeline {num_stages}")
 
 
 def _step_plan(program: RankProgram, stage: StageForward) -> StepPlan:

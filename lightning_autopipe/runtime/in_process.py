@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from lightning_autopipe.core.schedule import Action, Schedule
 from lightning_autopipe.runtime.errors import PipelineRuntimeError
-from lightning_autopipe.runtime.executor import StageExecutor
+from lightning_autopipe.runtime.executor import StageExecutor, require_stages
 from lightning_autopipe.runtime.memory_transport import MemoryNetwork
 from lightning_autopipe.runtime.stage import StageForward
 
@@ -40,6 +40,7 @@ class InProcessPipeline:
             PipelineRuntimeError: The stages wait for one another in a circle; or as `StageExecutor.run`.
         """
         assert len(stages) == len(self.executors), (len(stages), len(self.executors))
+        require_stages(schedule, len(stages))
         self._network.mailboxes.clear()
         turned: list[int] = []
 

@@ -10,11 +10,22 @@ from torch import Tensor, nn
 
 from lightning_autopipe.core.errors import CaptureError, PipelineRuntimeError, PlanError
 from lightning_autopipe.core.schedule import Action, Schedule
+from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.runtime.backward import _in_layout_of
 from lightning_autopipe.runtime.errors import StageError
 from lightning_autopipe.runtime.in_process import InProcessPipeline
 from lightning_autopipe.runtime.stage import StageOutput
-from lightning_autopipe.schedules import forward_only, get_schedule, gpipe, lower, one_f_one_b
+from lightning_autopipe.runtime.units import unit_sizes, units_of
+from lightning_autopipe.schedules import (
+    forward_only,
+    get_schedule,
+    gpipe,
+    interleaved_1f1b,
+    lower,
+    one_f_one_b,
+    peak_stash,
+    sliced_one_f_one_b,
+)
 from tests.runtime.toy import (
     WIDTH,
     Toy,
@@ -48,6 +59,46 @@ def test_any_depth_of_the_warm_up_gives_the_same(depths: tuple[int, ...]) -> Non
     assert_same_gradients(gradients(toy), expected)
     peaks = [executor.peak_live_microbatches for executor in pipeline.executors]
     assert peaks == [min(depth + 1, 8) for depth in depths]
+
+
+SPECS = [
+    ScheduleSpec(name="zero_bubble"),
+    ScheduleSpec(name="zero_bubble", depths=(2, 1, 1, 0)),
+    *(
+        ScheduleSpec(name="sliced_1f1b", num_sliced_first=first, num_sliced_last=last)
+        for first in range(4)
+        for last in range(4)
+        if 0 < first + last <= 3
+    ),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_slices_and_split_backwards_give_the_same(spec: ScheduleSpec) -> None:
+    for num_stages, frozen in ((1, ()), (2, ()), (4, (0, 1)), (4, (2, 3))):
+        if spec.depths and num_stages != 4:
+            continue
+        toy, ids = Toy(frozen_blocks=frozen), batch(7)
+        toy.embedding.requires_grad_(0 not in frozen)
+        loss, expected = reference(toy, ids)
+        schedule = get_schedule(spec, num_stages, 3)
+        stages = cut([toy] * num_stages, ids, 1)
+        for stage in stages:
+            stage.microbatches = ids.split(list(unit_sizes(units_of(schedule), [3, 2, 2])))
+        pipeline = run_in_process(stages, schedule)
+        torch.testing.assert_close(weighted_loss(stages[-1]), loss, rtol=1e-12, atol=0)
+        assert_same_gradients(gradients(toy), expected)
+        for executor in pipeline.executors:
+            assert executor.peak_live_microbatches == peak_stash(schedule, executor.stage_index)
+            assert not executor._live
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5])
+def test_several_stages_a_rank_give_the_same(num_microbatches: int) -> None:
+    toy, ids = Toy(), batch(7)
+    _, expected = reference(toy, ids)
+    run_in_process(cut([toy] * 4, ids, num_microbatches), interleaved_1f1b(2, num_microbatches, 2))
+    assert_same_gradients(gradients(toy), expected)
 
 
 def test_a_lowered_schedule_gives_the_same() -> None:
@@ -168,6 +219,13 @@ def test_an_error_names_stage_microbatch_and_direction(failing_stage: int, in_ba
         InProcessPipeline(3).run(stages, one_f_one_b(3, 3))
     assert (info.value.stage_index, info.value.microbatch_index, info.value.direction) == (failing_stage, 1, direction)
     assert isinstance(info.value.__cause__, KeyError)
+
+
+def test_an_error_names_the_slice() -> None:
+    stages = [RaisingStage(is_last=i == 1, error=KeyError("gone") if i else None) for i in range(2)]
+    with pytest.raises(StageError, match=r"stage 1 of 2 .*forward of micro-batch 0\.1: KeyError") as info:
+        InProcessPipeline(2).run(stages, sliced_one_f_one_b(2, 2, num_sliced_first=1))
+    assert (info.value.microbatch_index, info.value.slice_index) == (0, 1)
 
 
 def test_our_own_errors_keep_their_type() -> None:
