@@ -22,6 +22,8 @@ class WeightedLoss:
     loss: Tensor | None
     weight: Tensor
     to_backpropagate: Tensor | None
+    is_by_samples: bool = True
+    """Whether the weight is the number of samples, for want of anything else."""
 
 
 def weighted_loss(
@@ -54,14 +56,16 @@ def weighted_loss(
             )
         return WeightedLoss(loss=None, weight=_number(float(num_samples), loss), to_backpropagate=None)
     weight = _weight(loss, given, num_samples, step_name)
+    by = given is None and not isinstance(terms_of(loss), Tensor)
     if not training:
-        return WeightedLoss(loss=loss, weight=weight, to_backpropagate=None)
+        return WeightedLoss(loss=loss, weight=weight, to_backpropagate=None, is_by_samples=by)
     if _is_known_zero(weight, given):
         zero = _connected_zero(connect_to, loss)
-        return WeightedLoss(loss=zero, weight=weight, to_backpropagate=zero)
+        return WeightedLoss(loss=zero, weight=weight, to_backpropagate=zero, is_by_samples=by)
     if scale is None:
-        return WeightedLoss(loss=loss, weight=weight, to_backpropagate=loss)
-    return WeightedLoss(loss=loss, weight=weight, to_backpropagate=loss * (weight * scale).to(loss))
+        return WeightedLoss(loss=loss, weight=weight, to_backpropagate=loss, is_by_samples=by)
+    scaled = loss * (weight * scale).to(loss)
+    return WeightedLoss(loss=loss, weight=weight, to_backpropagate=scaled, is_by_samples=by)
 
 
 def _find(result: Any) -> tuple[Tensor | None, Any]:

@@ -33,10 +33,12 @@ from lightning_autopipe.runtime.executor import ExecutionObserver, StageExecutor
 from lightning_autopipe.runtime.in_process import InProcessPipeline
 from lightning_autopipe.runtime.model_profile import unmeasured_profile
 from lightning_autopipe.runtime.placement import fill_parameters, release_parameters
+from lightning_autopipe.runtime.stage import StageForward
 from lightning_autopipe.runtime.stage_step import StageStep, StepOutcome, WholeBatchLastStage
 from lightning_autopipe.runtime.step_capture import CaptureStore, StepCapture, module_fingerprint
 from lightning_autopipe.runtime.transport import Transport
 from lightning_autopipe.runtime.units import halve_no_single_samples, unit_sizes, units_of
+from lightning_autopipe.runtime.window import BatchEnds, StepCall, WindowStage, units_by_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -367,26 +369,72 @@ class Pipeline:
             before_last_backward: called once, when this process turns to the last action that gives parameter
                 gradients; never where none does.
         """
-        split = self._split_of(step_name, args, kwargs)
-        batch = (args, kwargs)
-        sizes = microbatch_sizes(split.batch_size(batch), self.num_microbatches, min_samples=self.min_samples)
-        is_over_batch = self.loss_over == "batch" and len(sizes) > 1
+        call = StepCall(args=args, kwargs=kwargs, step=step, loss_scale=loss_scale)
+        (outcome,) = self.run_window(step_name, [call], training=training, before_last_backward=before_last_backward)
+        return outcome
+
+    def run_window(
+        self,
+        step_name: str,
+        calls: Sequence[StepCall],
+        *,
+        training: bool,
+        before_last_backward: Callable[[], None] | None = None,
+        before_unit: Callable[[int], None] | None = None,
+        after_batch: Callable[[], None] | None = None,
+    ) -> list[StepOutcome]:
+        """Run one schedule for several batches, as one longer pipeline. Gives the outcome of each.
+
+        Args:
+            step_name: the method of the module.
+            calls: what it is called with for each batch.
+            training: whether losses are back-propagated.
+            before_last_backward: as of `run`.
+            before_unit: called with the position of a batch before each forward of its units.
+            after_batch: called for each batch but the last, when all its gradients are there and none of the next one.
+
+        Raises:
+            PlanError: `after_batch` is wanted, but the schedule's backwards of one batch run among those of the next.
+        """
+        assert len(calls) == 1 or self.loss_over != "batch", "a loss over the batch keeps all activations of a window"
+        batches = [(call.args, call.kwargs) for call in calls]
+        splits = [self._split_of(step_name, *batch) for batch in batches]
+        of_batches = [
+            microbatch_sizes(split.batch_size(batch), self.num_microbatches, min_samples=self.min_samples)
+            for split, batch in zip(splits, batches, strict=True)
+        ]
+        num_microbatches = [len(sizes) for sizes in of_batches]
+        all_sizes = [size for sizes in of_batches for size in sizes]
+        is_over_batch = self.loss_over == "batch" and len(all_sizes) > 1
         spec: str | ScheduleSpec = "forward_only"
         if training:
-            spec = "gpipe" if is_over_batch else halve_no_single_samples(self._schedule, sizes)
+            # A batch behind another may have a single sample anywhere.
+            to_halve = all_sizes if len(calls) == 1 or min(all_sizes) > 1 else [1] * len(all_sizes)
+            spec = "gpipe" if is_over_batch else halve_no_single_samples(self._schedule, to_halve)
             self._refuse_sliced_batch_norm(spec)
-        schedule = self._schedule_of(spec, len(sizes))
-        units = units_of(schedule)
-        sizes = unit_sizes(units, sizes)
-        parts = split.split(batch, sizes)
-        outcome = StepOutcome(sizes=sizes, is_over_batch=is_over_batch, loss_scale=loss_scale)
-        if len(outcome.output_sizes) == 1 and self.layout.num_replicas == 1:
-            outcome.loss_scale = None
+        schedule = self._schedule_of(spec, len(all_sizes))
+        units = units_by_batch(units_of(schedule), num_microbatches)
+        outcomes, parts = [], []
+        for call, batch, split, own_units, sizes in zip(calls, batches, splits, units, of_batches, strict=True):
+            own_sizes = unit_sizes(own_units, sizes)
+            outcome = StepOutcome(sizes=own_sizes, is_over_batch=is_over_batch, loss_scale=call.loss_scale)
+            if len(outcome.output_sizes) == 1 and self.layout.num_replicas == 1:
+                outcome.loss_scale = None
+            outcomes.append(outcome)
+            parts.append(split.split(batch, own_sizes))
 
-        def stage_step(stage_index: int, own: list[Any]) -> StageStep:
+        def stage_step(stage_index: int, of_batches: list[list[Any]]) -> StageForward:
             if is_over_batch and stage_index == self.num_stages - 1:
-                return WholeBatchLastStage(self, step_name, units, own, outcome, training, step, batch=batch)
-            return StageStep(self, stage_index, step_name, units, own, outcome, training, step)
+                return WholeBatchLastStage(
+                    self, step_name, units[0], of_batches[0], outcomes[0], training, calls[0].step, batch=batches[0]
+                )
+            steps, num_before = [], 0
+            for call, own_units, own, outcome in zip(calls, units, of_batches, outcomes, strict=True):
+                step = StageStep(self, stage_index, step_name, own_units, own, outcome, training, call.step)
+                step.num_units_before = num_before
+                steps.append(step)
+                num_before += len(own_units)
+            return steps[0] if len(steps) == 1 else WindowStage(steps, [len(own) for own in units], before_unit)
 
         stage_indices = range(self.num_stages) if self._is_local else (self.stage_index,)
         statistics = (
@@ -394,13 +442,20 @@ class Pipeline:
             if training
             else contextlib.nullcontext()
         )
+        observer = self.observer
+        if after_batch is not None and len(calls) > 1:
+            assert len(self._executors) == 1, "stages that share a process do not end a batch together"
+            observer = BatchEnds(schedule, self.stage_index, num_microbatches, after_batch, observer)
         with preserved_random_state(), statistics:
             for executor in self._executors:
-                executor.observer = self.observer
+                executor.observer = observer
             if self._is_local:
                 # A stage may write into its batch; in one process the others must not see it.
                 copies = [
-                    [tree.map_tensors(Tensor.clone, part) if self.num_stages > 1 else part for part in parts]
+                    [
+                        [tree.map_tensors(Tensor.clone, part) if self.num_stages > 1 else part for part in of_batch]
+                        for of_batch in parts
+                    ]
                     for _ in range(self.num_stages)
                 ]
                 own_steps = [stage_step(index, own) for index, own in enumerate(copies)]
@@ -408,7 +463,7 @@ class Pipeline:
             else:
                 own_step = stage_step(self.stage_index, parts)
                 self._executor.run(own_step, schedule, before_last_backward=before_last_backward)
-        return outcome
+        return outcomes
 
     def _schedule_of(self, spec: str | ScheduleSpec, num_microbatches: int) -> Schedule:
         """Give one and the same object for equal arguments: the executor knows it again."""

@@ -46,6 +46,8 @@ class StepOutcome:
     sizes: tuple[int, ...]
     is_over_batch: bool = False
     loss_scale: float | None = 1.0
+    weights_are_samples: bool = True
+    """Whether every loss so far was weighted by its samples, and by nothing that the step's code told."""
     _results: dict[int, _UnitResult] = field(default_factory=dict)
 
     def add(self, unit_index: int, *, output: Any, weight: Tensor, loss: Tensor | None) -> None:
@@ -128,6 +130,8 @@ class StageStep(StageForward):
         self._outcome = outcome
         self._training = training
         self._step = step
+        self.num_units_before = 0
+        """Of other batches, which this step runs behind."""
         self._is_last = stage_index == pipeline.num_stages - 1
         self._state = (step_name, state_key(pipeline.module))
         self._signatures = [(self._state, shape_key(args, kwargs)) for args, kwargs in parts]
@@ -163,6 +167,7 @@ class StageStep(StageForward):
         loss = None if weighted.loss is None else weighted.loss.detach()
         output = tree.map_tensors(Tensor.detach, result)
         self._outcome.add(unit_index, output=output, weight=weighted.weight, loss=loss)
+        self._outcome.weights_are_samples &= weighted.is_by_samples
         return weighted.to_backpropagate
 
     def _key(self, unit: Unit) -> DrawKey:
@@ -185,7 +190,7 @@ class StageStep(StageForward):
     def _run(self, unit_index: int, received: Sequence[Tensor]) -> tuple[StageProgram, StageRun]:
         """Replay; where the step takes another path than the traced one, trace again and replay that."""
         self._pipeline.microbatch_index = unit_index
-        self._pipeline.batch_norm.begin_microbatch(self._stage_index, unit_index)
+        self._pipeline.batch_norm.begin_microbatch(self._stage_index, self.num_units_before + unit_index)
         args, kwargs = self._parts[unit_index]
         if self._training:
             self._parts[unit_index] = None  # each runs once
@@ -201,7 +206,7 @@ class StageStep(StageForward):
             if other is None:
                 raise
             program = self._program(other, args, kwargs)
-            self._pipeline.batch_norm.begin_microbatch(self._stage_index, unit_index)
+            self._pipeline.batch_norm.begin_microbatch(self._stage_index, self.num_units_before + unit_index)
             return program, self._replay(program, args, kwargs, received, key)
 
     def _replay(

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.runtime.window import StepCall
 from lightning_autopipe.strategy.loader import PipelineLoader
 from lightning_autopipe.strategy.module_strategy import ModuleStrategy
 from lightning_autopipe.strategy.options import DEFAULT_TIMEOUT_S, Auto, PartitionRule, StrategyOptions
@@ -62,6 +63,9 @@ class AutoPipeStrategy(ModuleStrategy):
         gather_after_fit: After ``fit`` the module on global rank 0 is whole; False saves its memory.
         deferred_batch_norm: True updates the running statistics of batch normalization once per step, by the whole
             batch over all micro-batches and replicas.
+        merge_accumulation: True runs the batches of an accumulation window as one longer pipeline, when the last of
+            them is there. ``training_step`` of those before it then gives a NaN, which is neither logged nor
+            propagated, and ``backward`` does nothing.
         shard_optimizer: False; True is still to come.
         recompute: ``"auto"`` or False; True is still to come.
         trace: A folder for what steps 5 to 7 of a fit are measured to do, beside what was predicted, as a trace to open
@@ -100,6 +104,7 @@ class AutoPipeStrategy(ModuleStrategy):
         verify: bool | Auto = "auto",
         gather_after_fit: bool = True,
         deferred_batch_norm: bool | Auto = False,
+        merge_accumulation: bool | Auto = False,
         shard_optimizer: bool = False,
         recompute: bool | Auto = "auto",
         trace: str | Path | None = None,
@@ -127,6 +132,7 @@ class AutoPipeStrategy(ModuleStrategy):
             verify=verify,
             gather_after_fit=gather_after_fit,
             deferred_batch_norm=deferred_batch_norm,
+            merge_accumulation=merge_accumulation,
             shard_optimizer=shard_optimizer,
             recompute=recompute,
             trace=trace,
@@ -192,14 +198,13 @@ class AutoPipeStrategy(ModuleStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready(TRAINING_STEP, args, kwargs)
+        session = self.session
+        call = StepCall(args=args, kwargs=kwargs, step=self.trainer.fit_loop.epoch_loop.total_batch_idx)
+        if self._is_accumulating and session.can_store:
+            return session.store(call)
         with self.naming_first_error(), self.precision_plugin.train_step_context():
             self._watch_step()
-            return self.session.run_training_step(
-                args,
-                kwargs,
-                step=self.trainer.fit_loop.epoch_loop.total_batch_idx,
-                reduce=not self._is_accumulating,
-            )
+            return session.run_training_step(call, reduce=not self._is_accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready("validation_step", args, kwargs)
@@ -269,6 +274,8 @@ class AutoPipeStrategy(ModuleStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._resumed_random_state = None
+        if batch_idx == 0:
+            self.session.forget_stored()  # of an epoch that was ended in the middle of a window
         assert self._termination is not None
         try:
             self._termination.follow(self.any_rank)

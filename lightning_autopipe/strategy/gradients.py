@@ -8,7 +8,7 @@ by the strategy's ``backward``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -43,8 +43,7 @@ class GradientLedger:
         self._replicas = replicas
         self._ties = ties
         self._untied = {name: p for name, p in self._parameters.items() if ties is None or name not in ties}
-        self._new: dict[str, Tensor] = {}
-        self._has_new = False
+        self._new: list[dict[str, Tensor]] = []
         self._is_new_reduced = False
         self._holds_unreduced = False
 
@@ -60,9 +59,8 @@ class GradientLedger:
         Raises:
             CommunicationError: another rank did not join the reduction.
         """
-        kept = {name: parameter.grad for name, parameter in self._parameters.items()}
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        kept = self._take()
+        self._new = []
         self._is_new_reduced = reduce and not self._holds_unreduced
         replicas = self._replicas if self._is_new_reduced else None
         try:
@@ -75,28 +73,47 @@ class GradientLedger:
             raise
         if self._is_new_reduced and self._ties is not None:
             self._ties.reduce(self._parameters)
-        self._new = {}
-        for name, parameter in self._parameters.items():
-            if parameter.grad is not None:
-                self._new[name] = parameter.grad
-            parameter.grad = kept[name]
-        self._has_new = True
+        self.next_batch()
+        for name, gradient in kept.items():
+            self._parameters[name].grad = gradient
 
-    def commit(self, *, divisor: float, reduce: bool) -> None:
+    def next_batch(self) -> None:
+        """Sets the gradients that are there apart from those that are still to come: they have their own divisor."""
+        self._new.append(self._take())
+
+    def _take(self) -> dict[str, Tensor]:
+        taken = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        return taken
+
+    def commit(self, *, divisors: Sequence[float], reduce: bool) -> None:
         """Adds the new gradients to ``parameter.grad``; a parameter without any keeps None.
 
         Args:
-            divisor: What the gradients are divided by: the losses' weight in all, times the batches an optimizer step.
+            divisors: What the gradients of each batch that was set apart are divided by: the losses' weight in all,
+                times the batches an optimizer step.
             reduce: Whether an optimizer step follows.
 
         Raises:
             CommunicationError: another rank did not join the reduction.
         """
-        assert self._has_new, "Lightning called backward without a training_step before it"
+        assert self._new, "Lightning called backward without a training_step before it"
         if self._is_new_reduced and self._replicas is not None:
-            self._new.update(self._replicas.finish())
+            self._new[-1].update(self._replicas.finish())
+        for gradients, divisor in zip(self._new, divisors, strict=True):
+            self._add(gradients, divisor)
+        self._new = []
+        if self._is_new_reduced:
+            return
+        self._holds_unreduced = True
+        if reduce:
+            self._reduce()
+            self._holds_unreduced = False
+
+    def _add(self, gradients: dict[str, Tensor], divisor: float) -> None:
         with torch.no_grad():
-            for name, gradient in self._new.items():
+            for name, gradient in gradients.items():
                 parameter = self._parameters[name]
                 scaled = gradient.div_(divisor)
                 if parameter.grad is None:
@@ -105,13 +122,6 @@ class GradientLedger:
                     parameter.grad.add_(scaled)
                 else:
                     parameter.grad = parameter.grad + scaled
-        self._new, self._has_new = {}, False
-        if self._is_new_reduced:
-            return
-        self._holds_unreduced = True
-        if reduce:
-            self._reduce()
-            self._holds_unreduced = False
 
     def _reduce(self) -> None:
         """Sums ``parameter.grad`` over all ranks that hold a parameter, in place."""

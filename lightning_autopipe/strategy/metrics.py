@@ -50,6 +50,7 @@ class SharedMetrics:
         self._metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
         self._before: dict[str, dict[str, Any]] = {}
         self._twins: dict[int, Metric] = {}
+        self._twins_by_batch: list[dict[int, Metric]] = []
         self._hooks: list[RemovableHandle] = []
 
     def install(self) -> None:
@@ -78,33 +79,46 @@ class SharedMetrics:
             for attribute in _CHANGED_ATTRIBUTES:
                 state.pop(attribute, None)
             state.update(before)
-        self._before, self._twins, self._hooks = {}, {}, []
+        self._before, self._twins, self._twins_by_batch, self._hooks = {}, {}, [], []
 
     @contextlib.contextmanager
-    def step(self, step_metrics: set[int]) -> Iterator[None]:
-        """Lets the twins of some metrics (by id) see what one step gives them."""
-        self._twins = {
-            id(metric): self._twins.get(id(metric)) or _twin_of(metric)
-            for metric in self._metrics.values()
-            if id(metric) in step_metrics
-        }
-        for twin in self._twins.values():
-            twin.reset()
+    def step(self, step_metrics: set[int], *, num_batches: int = 1) -> Iterator[None]:
+        """Lets the twins of some metrics (by id) see what one step gives them; one for each batch that it runs."""
+        before = self._twins_by_batch
+        self._twins_by_batch = [
+            {
+                id(metric): (before[position].get(id(metric)) if position < len(before) else None) or _twin_of(metric)
+                for metric in self._metrics.values()
+                if id(metric) in step_metrics
+            }
+            for position in range(num_batches)
+        ]
+        for twins in self._twins_by_batch:
+            for twin in twins.values():
+                twin.reset()
+        self.select(0)
         yield
 
-    def step_values(self) -> dict[str, Any]:
+    def select(self, position: int) -> None:
+        """Gives what comes from now on to the twins of one of the batches that run as one pipeline."""
+        self._twins = self._twins_by_batch[position]
+
+    def step_values(self, position: int = 0) -> dict[str, Any]:
         """By module path, the values of the twins over the step that ran last and over all replicas.
 
         Collective over the last stages; elsewhere empty.
+
+        Args:
+            position: Of the batch, where several have run as one pipeline.
         """
         if not self._communicator.is_last_stage:
             return {}
+        twins = self._twins_by_batch[position]
         return {
-            name: self._twins[id(metric)].compute()
+            name: twins[id(metric)].compute()
             for name, metric in self._metrics.items()
             # A replica without any update joins in: the others gather its empty state.
-            if id(metric) in self._twins
-            and (self._twins[id(metric)].update_called or self._communicator.layout.num_replicas > 1)
+            if id(metric) in twins and (twins[id(metric)].update_called or self._communicator.layout.num_replicas > 1)
         }
 
     def update_twin(self, metric: Metric, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

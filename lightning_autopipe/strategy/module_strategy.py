@@ -147,6 +147,8 @@ class ModuleStrategy(PlanningStrategy):
         """Adds the gradients that the schedule left; the hooks around a backward run as ever."""
         module = self.lightning_module
         assert module is not None
+        if self.session.has_stored:
+            return closure_loss  # of a batch that waits: there is nothing yet to add
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         self.session.commit_gradients(

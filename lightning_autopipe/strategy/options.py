@@ -79,6 +79,9 @@ class StrategyOptions:
     deferred_batch_norm: bool | Auto = False
     """True: running statistics of batch normalization are updated once per step, by the whole batch over all
     micro-batches and replicas; micro-batches are normalized by their own. ``"auto"``: False."""
+    merge_accumulation: bool | Auto = False
+    """True: the batches of an accumulation window run as one longer pipeline, when the last of them is there.
+    ``"auto"``: False."""
     shard_optimizer: bool = False
     """Share the optimizer's state between replicas; True is still to come."""
     recompute: bool | Auto = "auto"
@@ -106,7 +109,9 @@ class StrategyOptions:
         _check_choice("deferred_batch_norm", self.deferred_batch_norm, ("auto", True, False))
         _check_choice("replan", self.replan, ("auto", "warn", False))
         self._check_trace()
+        _check_choice("merge_accumulation", self.merge_accumulation, ("auto", True, False))
         self._check_loss_over()
+        self._check_merge_accumulation()
         self._check_partition()
         self._check_cut_after()
         self._check_split_batch()
@@ -145,6 +150,32 @@ class StrategyOptions:
             raise ConfigurationError(f"trace must be a folder's path or None; got {self.trace!r}")
         if self.trace_folder is not None and os.path.isfile(self.trace_folder):
             raise ConfigurationError(f"trace={self.trace_folder!r} must be a folder, but it is a file")
+
+    @property
+    def merges_accumulation(self) -> bool:
+        """Whether accumulation windows run as one pipeline."""
+        return self.merge_accumulation is True
+
+    def _check_merge_accumulation(self) -> None:
+        if not self.merges_accumulation:
+            return
+        if self.deferred_batch_norm is True:
+            raise ConfigurationError(
+                "deferred_batch_norm=True takes running statistics batch by batch, but merge_accumulation=True runs "
+                "all batches of a window at once; set one of them to False"
+            )
+        if self.schedule_name == "gpipe" or (
+            isinstance(self.plan, PipelinePlan) and self.plan.schedule.name == "gpipe"
+        ):
+            raise self.gpipe_window_error()
+
+    def gpipe_window_error(self) -> ConfigurationError:
+        """What to raise where GPipe and merged windows come together."""
+        why = "which loss_over='batch' takes" if self.loss_over == "batch" else "as schedule or plan say"
+        return ConfigurationError(
+            f"GPipe ({why}) keeps the activations of all micro-batches, and merge_accumulation=True would make it keep "
+            "those of all batches of a window. Set merge_accumulation=False, or another schedule"
+        )
 
     def _check_partition(self) -> None:
         partition = self.partition

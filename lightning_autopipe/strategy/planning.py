@@ -60,6 +60,8 @@ def make_pipeline(
     schedule = options.schedule_name if plan is None else plan.schedule.name
     if options.loss_over == "batch" and schedule not in ("auto", "gpipe"):
         raise PlanError(f"loss_over='batch' needs a plan with schedule 'gpipe'; this one has {schedule!r}")
+    if options.merges_accumulation and schedule == "gpipe":
+        raise options.gpipe_window_error()
     seed = int(os.environ.get("PL_GLOBAL_SEED") or torch.initial_seed() % 2**63)
     has_neighbours = groups is not None and communicator.layout.num_stages > 1
     has_replicas = groups is not None and communicator.layout.num_replicas > 1

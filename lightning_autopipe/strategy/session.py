@@ -8,6 +8,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,12 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autopipe.capture.absent import is_absent
+from lightning_autopipe.core.errors import BatchError
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.core.timeline import StepEnd
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
 from lightning_autopipe.runtime.process_groups import ProcessGroups
+from lightning_autopipe.runtime.stage_step import StepOutcome
 from lightning_autopipe.runtime.tied_parameters import TiedParameters
+from lightning_autopipe.runtime.window import StepCall
 from lightning_autopipe.strategy.checkpoint import StateGatherer
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.environment import with_ties
@@ -80,7 +84,11 @@ class PipelineSession:
         self.watch: StepWatch | None = None
         """Sees the training steps of a fit; None: nobody wants to know."""
         self._loss_scale = 1.0
-        self._gradient_divisor = 1.0
+        self._gradient_divisors = [1.0]
+        self._weights_are_samples: bool | None = None
+        """Whether losses are weighted by samples, and by nothing that the step tells; None before the first step."""
+        self._stored: list[StepCall] = []
+        """Batches of an accumulation window that wait for its last one."""
         self.options = options
         self._given_plan = plan
         self._groups = groups
@@ -221,33 +229,87 @@ class PipelineSession:
             self._is_in_step = False
             self.module._current_fx_name = fx_name
 
-    def run_training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int, reduce: bool) -> Any:
-        """Runs forward and backward of one batch; the gradients wait for `commit_gradients`."""
+    @property
+    def can_store(self) -> bool:
+        """Whether batches of an accumulation window can wait for its last one: a first step has told what weighs."""
+        return self.options.merges_accumulation and self._weights_are_samples is not None
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether batches wait."""
+        return bool(self._stored)
+
+    def store(self, call: StepCall) -> Tensor:
+        """Keeps a batch for the last one of its accumulation window; gives the loss that nobody may use."""
+        self._stored.append(call)
+        return torch.tensor(math.nan, device=self.device)
+
+    def forget_stored(self) -> None:
+        """Drops batches whose window has not come to its end, as what was accumulated is dropped."""
+        self._stored = []
+
+    def run_training_step(self, call: StepCall, *, reduce: bool) -> Any:
+        """Runs forward and backward of one batch, and of those that were stored before it, as one pipeline.
+
+        The gradients wait for `commit_gradients`.
+        """
         assert self._ledger is not None
+        calls, self._stored = [*self._stored, call], []
+        # Where weights are known beforehand, the gradients of all batches can be summed as they come.
+        totals = self._total_samples(calls) if len(calls) > 1 and self._weights_are_samples else None
+        scales = [self._loss_scale] * len(calls) if totals is None else [1 / total for total in totals]
+        calls = [replace(one, loss_scale=scale) for one, scale in zip(calls, scales, strict=True)]
+        is_apart = len(calls) > 1 and totals is None
         with (
-            self._ledger.schedule(reduce=reduce) as before_last_backward,
+            self._ledger.schedule(reduce=reduce and not is_apart) as before_last_backward,
             self._running(TRAINING_STEP),
-            self.metrics.step(self.recorder.step_metrics),
+            self.metrics.step(self.recorder.step_metrics, num_batches=len(calls)),
         ):
-            outcome = self.pipeline.run(
+            outcomes = self.pipeline.run_window(
                 TRAINING_STEP,
-                args,
-                kwargs,
+                calls,
                 training=True,
-                step=step,
-                loss_scale=self._loss_scale,
                 before_last_backward=before_last_backward,
+                before_unit=self._select_batch,
+                after_batch=self._ledger.next_batch if is_apart else None,
             )
-        result = self._exchange(outcome, training=True)
-        self._gradient_divisor = outcome.gradient_divisor(result.total_weight)
-        self._note_total_weight(result.total_weight)
-        if not result.total_weight and self.communicator.global_rank == 0:
+        results = self._exchange_window(outcomes)
+        self._weights_are_samples = all(result.weights_are_samples for result in results)
+        if totals is None:
+            self._gradient_divisors = [
+                outcome.gradient_divisor(result.total_weight) for outcome, result in zip(outcomes, results, strict=True)
+            ]
+        else:
+            self._gradient_divisors = [1.0]
+            _check_samples(totals, results)
+        self._note_total_weight(results[-1].total_weight)
+        if not all(result.total_weight for result in results) and self.communicator.global_rank == 0:
             warnings.warn(
                 "the loss of this batch has no weight in any micro-batch or replica (no target that counts, or a "
                 "loss_weight of 0): its gradients are zero",
                 stacklevel=2,
             )
-        return result.output
+        return results[-1].output
+
+    def _total_samples(self, calls: Sequence[StepCall]) -> list[int]:
+        """Of each batch over all replicas. Collective over replicas."""
+        own = [self.pipeline.batch_size(TRAINING_STEP, call.args, call.kwargs) for call in calls]
+        return [sum(sizes) for sizes in zip(*self.communicator.gather_over_replicas(own), strict=True)]
+
+    def _select_batch(self, position: int) -> None:
+        self.recorder.select(position)
+        self.metrics.select(position)
+
+    def _exchange_window(self, outcomes: Sequence[StepOutcome]) -> list[StepResult]:
+        """Logs what each batch logged, in their order, as they would by themselves."""
+        watch, self.watch = self.watch, None
+        before = [
+            self._exchange(outcome, training=True, position=position) for position, outcome in enumerate(outcomes[:-1])
+        ]
+        self.watch = watch
+        num_samples = sum(sum(outcome.sizes) for outcome in outcomes)
+        last = self._exchange(outcomes[-1], training=True, position=len(before), num_samples=num_samples)
+        return [*before, last]
 
     def run_evaluation_step(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int) -> Any:
         """Runs ``validation_step`` or ``test_step`` on one batch."""
@@ -266,7 +328,8 @@ class PipelineSession:
         assert self._ledger is not None
         has_sums = reduce and self.communicator.layout.num_replicas > 1
         with self._timed(StepEnd.GRADIENTS) if has_sums else contextlib.nullcontext():
-            self._ledger.commit(divisor=self._gradient_divisor * accumulated_batches, reduce=reduce)
+            divisors = [divisor * accumulated_batches for divisor in self._gradient_divisors]
+            self._ledger.commit(divisors=divisors, reduce=reduce)
 
     def _timed(self, what: StepEnd) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.watch is None else self.watch.recorder.timed(what)
@@ -279,9 +342,11 @@ class PipelineSession:
         if total_weight > 0:
             self._loss_scale = 2.0 ** -round(math.log2(total_weight))
 
-    def _exchange(self, outcome: Any, *, training: bool) -> StepResult:
-        step_values = self.metrics.step_values()
-        calls = self.recorder.take()
+    def _exchange(
+        self, outcome: StepOutcome, *, training: bool, position: int = 0, num_samples: int | None = None
+    ) -> StepResult:
+        step_values = self.metrics.step_values(position)
+        calls = self.recorder.take(position)
         for call in calls.values():
             if call.metric_attribute is not None:
                 call.step_value = step_values.get(call.metric_attribute)
@@ -289,7 +354,7 @@ class PipelineSession:
         if watch is None:
             result = exchange_step(outcome, calls, self.communicator, training=training)
         else:
-            watch.schedule_ended(num_samples=sum(outcome.sizes), has_ties=self._ties is not None)
+            watch.schedule_ended(num_samples=num_samples or sum(outcome.sizes), has_ties=self._ties is not None)
             with watch.recorder.timed(StepEnd.EXCHANGE):
                 result = exchange_step(outcome, calls, self.communicator, training=training, notes=watch.notes)
             watch.take(result.notes)
@@ -338,6 +403,7 @@ class PipelineSession:
 
     def end_run(self) -> None:
         """Moves everything to host memory; the next run's first batch makes ready again."""
+        self.forget_stored()
         move_module(self.module, torch.device("cpu"))
         _optimizers_to_device([whole.optimizer for whole in self.optimizers], torch.device("cpu"))
         self.is_ready = False
@@ -351,3 +417,18 @@ class PipelineSession:
             for name, buffer in self.module.named_buffers():
                 if name in values:
                     buffer.copy_(values[name])
+
+
+def _check_samples(totals: Sequence[int], results: Sequence[StepResult]) -> None:
+    """Raises where a batch's losses were weighted otherwise than it was taken for granted.
+
+    Raises:
+        BatchError: they were.
+    """
+    for total, result in zip(totals, results, strict=True):
+        if result.total_weight != total:
+            raise BatchError(
+                f"a batch's losses weigh {result.total_weight:g}, but it has {total} samples, by which losses were "
+                "weighted before: training_step returns a loss_weight, or takes a known mean loss, for some batches "
+                "only. Return a loss_weight for all of them, or set merge_accumulation=False"
+            )

@@ -26,6 +26,8 @@ class StepResult:
     """What the step logged."""
     total_weight: float
     """Sum of the loss's weights."""
+    weights_are_samples: bool = False
+    """Whether that is the number of samples, for want of anything else."""
     notes: list[list[Any]] = field(default_factory=list)
     """Of each rank."""
 
@@ -35,6 +37,7 @@ class _RankReport:
     calls: dict[LogKey, LoggedCall]
     loss_weights: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    weights_are_samples: bool = False
     loss_dtype: torch.dtype | None = None
     output: Any = None
     notes: list[Any] = field(default_factory=list)
@@ -45,6 +48,7 @@ class _ReplicaReport:
     calls: dict[LogKey, LoggedCall]
     loss: Aggregate
     total_weight: float
+    weights_are_samples: bool
     notes: list[list[Any]]
 
 
@@ -74,6 +78,7 @@ def exchange_step(
         calls=calls,
         loss_weights=weights,
         losses=losses,
+        weights_are_samples=outcome.weights_are_samples,
         loss_dtype=outcome.losses[0].dtype if outcome.losses else None,
         output=for_other_stages(output),
         notes=list(notes),
@@ -94,6 +99,7 @@ def exchange_step(
         calls=merged,
         loss=loss,
         total_weight=sum(last.loss_weights),
+        weights_are_samples=last.weights_are_samples,
         notes=[report.notes for report in reports],
     )
     replicas: list[_ReplicaReport] = communicator.gather_over_replicas(replica)
@@ -108,6 +114,7 @@ def exchange_step(
         output=output,
         calls=merge_replicas([one.calls for one in replicas]),
         total_weight=sum(one.total_weight for one in replicas),
+        weights_are_samples=all(one.weights_are_samples for one in replicas),
         notes=[of_rank for one in replicas for of_rank in one.notes],
     )
 

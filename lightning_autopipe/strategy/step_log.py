@@ -72,6 +72,15 @@ LogKey = tuple[int, str, int]
 """Stage index, name, and how many calls with that name came before in the micro-batch."""
 
 
+@dataclass(slots=True)
+class _Records:
+    """What one batch's step has logged on this rank."""
+
+    calls: dict[LogKey, LoggedCall] = field(default_factory=dict)
+    entries: dict[LogKey, list[_Entry]] = field(default_factory=dict)
+    counts: dict[tuple[int, str], int] = field(default_factory=dict)
+
+
 class StepRecorder:
     """Takes the place of a module's ``log`` while a step runs, and keeps what was logged."""
 
@@ -89,9 +98,8 @@ class StepRecorder:
         self._stage_index = stage_index
         self._original: Callable[..., None] = module.log
         self._signature = inspect.signature(self._original)
-        self._calls: dict[LogKey, LoggedCall] = {}
-        self._entries: dict[LogKey, list[_Entry]] = {}
-        self._counts: dict[tuple[int, str], int] = {}
+        self._by_batch: dict[int, _Records] = {}
+        self._records = _Records()
         self._silenced_names: set[str] = set()
         self.step_metrics: set[int] = set()
         """Ids of the torchmetrics objects that the step logs by step, as far as a trace or a step has shown it."""
@@ -99,13 +107,18 @@ class StepRecorder:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Records instead of logging, until the end of the context."""
-        self._calls, self._entries, self._counts = {}, {}, {}
+        self._by_batch = {}
+        self.select(0)
         # An attribute of the object hides the method of its class, also from `log_dict`.
         self._module.__dict__["log"] = self._log
         try:
             yield
         finally:
             del self._module.__dict__["log"]
+
+    def select(self, position: int) -> None:
+        """Keeps what is logged from now on for one of the batches that run as one pipeline."""
+        self._records = self._by_batch.setdefault(position, _Records())
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         try:
@@ -128,24 +141,25 @@ class StepRecorder:
         meta, value = checked
         name = arguments["name"]
         microbatch_index = self._pipeline.microbatch_index
-        count = self._counts.get((microbatch_index, name), 0)
-        self._counts[microbatch_index, name] = count + 1
+        records = self._records
+        count = records.counts.get((microbatch_index, name), 0)
+        records.counts[microbatch_index, name] = count + 1
         key = (self._stage_index, name, count)
-        if key not in self._calls:
+        if key not in records.calls:
             dropped = ("self", "name", "value", *_DROPPED_ARGUMENTS)
-            self._calls[key] = LoggedCall(
+            records.calls[key] = LoggedCall(
                 name=name,
                 arguments={argument: given for argument, given in arguments.items() if argument not in dropped},
                 reduction=meta.reduce_fx.__name__,
             )
-        call = self._calls[key]
+        call = records.calls[key]
         if isinstance(value, Metric):
             call.metric_attribute = meta.metric_attribute
             call.arguments.pop("metric_attribute", None)
             return
         call.dtype = value.dtype
         original_value = arguments["value"]
-        self._entries.setdefault(key, []).append(
+        records.entries.setdefault(key, []).append(
             _Entry(
                 microbatch_index=microbatch_index,
                 value=value,
@@ -156,19 +170,23 @@ class StepRecorder:
             )
         )
 
-    def take(self) -> dict[LogKey, LoggedCall]:
-        """What the last step logged on this rank, in host memory: one wait for the device, however many values."""
-        entries = [entry for group in self._entries.values() for entry in group]
+    def take(self, position: int = 0) -> dict[LogKey, LoggedCall]:
+        """What the last step logged on this rank, in host memory: one wait for the device, however many values.
+
+        Args:
+            position: Of the batch, where several have run as one pipeline.
+        """
+        records = self._by_batch.pop(position, _Records())
+        entries = [entry for group in records.entries.values() for entry in group]
         weights = [entry.derived_weight for entry in entries if entry.derived_weight is not None]
         numbers = iter(_to_host([entry.value for entry in entries]))
         weight_numbers = iter(_to_host(weights))
-        for key, group in self._entries.items():
+        for key, group in records.entries.items():
             for entry in group:
                 weight = None if entry.derived_weight is None else next(weight_numbers)
                 batch_size = None if entry.batch_size is None else float(entry.batch_size)
-                self._calls[key].entries.append((entry.microbatch_index, next(numbers), weight, batch_size))
-        calls, self._calls, self._entries = self._calls, {}, {}
-        return calls
+                records.calls[key].entries.append((entry.microbatch_index, next(numbers), weight, batch_size))
+        return records.calls
 
     def replay(self, calls: Sequence[LoggedCall], device: torch.device) -> None:
         """Logs on this rank what the step logged on all of them, through the module's own ``log``."""

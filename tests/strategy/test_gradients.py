@@ -47,7 +47,7 @@ def step(
         if before_last_backward is not None:
             before_last_backward()
         named["used"].grad = torch.full((2,), value)
-    ledger.commit(divisor=weight * batches, reduce=reduce)
+    ledger.commit(divisors=[weight * batches], reduce=reduce)
 
 
 def test_zero_grad_between_schedule_and_backward_loses_nothing() -> None:
@@ -60,7 +60,7 @@ def test_zero_grad_between_schedule_and_backward_loses_nothing() -> None:
     assert float(named["used"].grad[0]) == 99.0
     for parameter in named.values():
         parameter.grad = None
-    ledger.commit(divisor=3.0 * 2, reduce=True)
+    ledger.commit(divisors=[3.0 * 2], reduce=True)
     assert torch.equal(named["used"].grad, torch.ones(2))
     assert named["unused"].grad is None
 
