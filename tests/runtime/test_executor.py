@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.core.errors import CaptureError, PipelineRuntimeError, PlanError
-from lightning_autopipe.core.schedule import Action, Schedule
+from lightning_autopipe.core.schedule import Action, ActionType, Schedule
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.runtime.backward import _in_layout_of
 from lightning_autopipe.runtime.errors import StageError
@@ -180,6 +180,22 @@ def test_live_boundary_activations_are_bounded(num_microbatches: int) -> None:
         assert [len(stage.alive) for stage in stages] == [0, 0, 0, 0]
     finally:
         gc.enable()
+
+
+def test_what_was_received_and_sent_is_let_go_after_the_first_part_of_a_backward() -> None:
+    pipeline = InProcessPipeline(3)
+    held: list[int] = []
+
+    class Looking:
+        def ran(self, action: Action, *times: float) -> None:
+            if action.type is ActionType.BACKWARD_INPUT:
+                live = pipeline.executors[1]._live[1, action.unit]
+                held.append(len(live.received) + len(live.output.sent))
+
+    pipeline.executors[1].observer = Looking()
+    run = cut([Toy()] * 3, batch(6), 3)
+    pipeline.run(run, get_schedule("zero_bubble", 3, 3))
+    assert held == [0, 0, 0]
 
 
 class RaisingStage:
