@@ -11,7 +11,8 @@ from heapq import heappop, heappush
 from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.timeline import Timeline
 from lightning_autopipe.planner.links import Route
-from lightning_autopipe.planner.simulated import Node, RunningReduction, make_nodes, step_end_s, to_timeline
+from lightning_autopipe.planner.simulated import step_end_s, to_timeline
+from lightning_autopipe.planner.simulated_ranks import Node, RunningReduction, make_nodes
 from lightning_autopipe.planner.transfers import Event, Transfers
 from lightning_autopipe.planner.workload import StepWork
 
