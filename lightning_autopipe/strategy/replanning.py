@@ -22,6 +22,8 @@ THRESHOLD = 0.2
 """By what share forwards and backwards of a stage must differ from the plan to be told."""
 _ENOUGH_GAIN = 0.02
 """A new plan that gains less is not worth a restart."""
+_ANEW = "plan anew from times measured anew (without plan=, and with LIGHTNING_AUTOPIPE_CACHE=off)"
+_SILENT = "set replan=False to hear no more of it"
 
 _log = logging.getLogger(__name__)
 
@@ -120,12 +122,12 @@ def _text(worst: StageRatio, num_stages: int, found: Replanning | None) -> str:
         f"{num_stages} stages). "
     )
     if found is None:
-        return text + "A new plan may be faster: start anew without plan=, or set replan=False to hear no more of it"
+        return text + f"A new plan may be faster: {_ANEW}, or {_SILENT}"
     if found.gain < _ENOUGH_GAIN:
-        return text + "With these times no other cut is notably faster; set replan=False to hear no more of it"
+        return text + f"With these times no other cut is notably faster; {_SILENT}"
+    cuts = list(found.partition.cut_points)
     return text + (
-        f"With these times a step takes {duration_text(found.step_s)}; stages that begin at layers "
-        f"{list(found.partition.cut_points)} would take {duration_text(found.new_step_s)} ({100 * found.gain:.0f} % "
-        "less). Resume from a checkpoint with a new plan (leave plan= unset, or set partition= to these layers), or "
-        "set replan=False to hear no more of it"
+        f"With these times a step takes {duration_text(found.step_s)}; with partition={cuts} it would take "
+        f"{duration_text(found.new_step_s)} ({100 * found.gain:.0f} % less). Resume from a checkpoint with that, or "
+        f"{_ANEW}, or {_SILENT}"
     )

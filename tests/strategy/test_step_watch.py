@@ -225,7 +225,7 @@ def run() -> Watched:
 def test_a_slow_stage_is_told_once_with_what_a_new_plan_gains(run: Watched) -> None:
     message = (
         r"stage 1 \(global rank 0\) takes 50 % longer than planned: 540 ms instead of 360 ms .* a step takes \d+ ms; "
-        r"stages that begin at layers \[4\] would take \d+ ms \(\d+ % less\)"
+        r"with partition=\[4\] it would take \d+ ms \(\d+ % less\)"
     )
     with pytest.warns(UserWarning, match=message):
         assert run.run(1.0, 1.5) == 2
