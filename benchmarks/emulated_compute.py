@@ -99,7 +99,9 @@ class Part:
             schedule=schedule,
             stages_per_rank=stages_per_rank,
         )
-        self._add(entry, {"schedule": schedule, "stash_bytes": model.plain_stash_bytes()})
+        is_plain = schedule == torch_pipelining.ONE_F_ONE_B
+        stash = model.plain_stash_bytes(size) if is_plain else ()  # the others' is not known here
+        self._add(entry, {"schedule": schedule, "stash_bytes": stash})
 
     def ours(self, title: str, model: PlannedModel, candidate: Candidate) -> None:
         """Adds a planned step."""
@@ -153,7 +155,8 @@ class Part:
                     end="",
                 )
             mebibytes = "-".join(f"{num_bytes / 2**20:g}" for num_bytes in row["stash_bytes"])
-            print(f"\n    M={row['num_microbatches']}, {row['schedule']}; keeps {mebibytes} MiB")
+            keeps = f"; keeps {mebibytes} MiB" if mebibytes else ""
+            print(f"\n    M={row['num_microbatches']}, {row['schedule']}{keeps}")
         load, overhead_s = (next(iter(self.rows.values()))[name] for name in ("load", "overhead_s"))
         print(
             f"    an empty action takes {1e6 * overhead_s:.0f} us of CPU; load {load[0]:.1f} {load[1]:.1f}", flush=True

@@ -96,11 +96,15 @@ class PlannedModel:
             ]
         return ModelProfile(layers=tuple(layers), times=tuple(times), microbatch_size=self.whole)
 
-    def plain_stash_bytes(self) -> tuple[int, ...]:
-        """What each stage keeps under plain 1F1B of whole micro-batches, as torch runs it."""
-        return tuple(
-            min(self.num_stages - index, self.num_microbatches) * KEPT_BYTES for index in range(self.num_stages)
-        )
+    def plain_stash_bytes(self, num_samples: int | None = None) -> tuple[int, ...]:
+        """What each stage keeps under plain 1F1B, as torch runs it.
+
+        Args:
+            num_samples: of a micro-batch; None: whole ones.
+        """
+        size = num_samples or self.whole
+        number, of_one = self.batch_size // size, KEPT_BYTES * size // self.whole
+        return tuple(min(self.num_stages - index, number) * of_one for index in range(self.num_stages))
 
     def memory_bytes(self, stage_index: int, num_alive: int) -> int:
         """What a stage needs, by the planner's account, to keep some whole micro-batches."""

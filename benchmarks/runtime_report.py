@@ -157,7 +157,7 @@ One unit is 20 ms.
 
 def links(figures: dict[str, Any]) -> str:
     """A section."""
-    sections = []
+    sections: list[str] = []
     for order in dict.fromkeys(row["order"] for row in figures["rows"]):
         rows = [row for row in figures["rows"] if row["order"] == order]
         heads = ("", "M", "schedule", "keeps", "measured, ms", "torch / ours", "simulated")
@@ -185,8 +185,9 @@ Two servers (network namespaces) joined at 200 Mbit/s; four stages, 10 + 20 ms a
 micro-batches. The bounds for whole micro-batches are 610 ms (A,A,B,B) and 1030 ms (A,B,A,B). *torch's stash*: in
 the memory that each stage of torch's 1F1B needs. {load(figures["rows"])}
 
-{"".join(sections)}
+{chr(10).join(sections)}
 Simulated against measured: median error {100 * statistics.median(errors):.1f} %, largest {100 * max(errors):.1f} %.
+
 {short(figures["falls_short"])}
 """
 

@@ -166,6 +166,7 @@ def test_plans_are_those_of_the_search_in_the_memory_of_plain_1f1b() -> None:
     plain = planned(replace(model.space(num_microbatches=4), schedule="1f1b"))
     assert plain.step_s == pytest.approx((4 + 3) * 0.03)
     assert stash_bytes(plain, model) == model.plain_stash_bytes() == tuple(KEPT_BYTES * n for n in (4, 3, 2, 1))
+    assert model.plain_stash_bytes(2) == tuple(KEPT_BYTES // 2 * n for n in (4, 3, 2, 1))
     limited = planned(model.space(kinds=["sliced_1f1b"], memory_of="each stage of 1F1B"))
     assert limited.step_s < 0.9 * plain.step_s
     assert all(
