@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from lightning_autopipe.runtime.errors import CommunicationError, StageError
 from lightning_autopipe.runtime.rank_program import RankAction, RankProgram, rank_program
 from lightning_autopipe.runtime.split_backward import DeferredBackward
 from lightning_autopipe.runtime.stage import StageForward, StageOutput
-from lightning_autopipe.runtime.transport import Crossing, Direction, StepPlan, Transport
+from lightning_autopipe.runtime.transport import Crossing, Direction, Signature, StepPlan, Transport
 from lightning_autopipe.runtime.units import Unit, unit_name
 
 _MAX_UNRELEASED_SENDS = 4
@@ -241,11 +241,12 @@ def require_stages(schedule: Schedule, num_stages: int) -> None:
 
 
 def _step_plan(program: RankProgram, stage: StageForward) -> StepPlan:
-    signatures: dict[Unit, Hashable] = {
+    known: dict[Signature, Signature] = {}
+    signatures: dict[Unit, Signature] = {}
+    for unit_index, unit in enumerate(program.units):
         # What crosses without a backward may differ in requires_grad alone.
-        unit: (unit in program.units_with_backward, stage.signature(unit_index))
-        for unit_index, unit in enumerate(program.units)
-    }
+        signature = Signature((unit in program.units_with_backward, stage.signature(unit_index)))
+        signatures[unit] = known.setdefault(signature, signature)
     return StepPlan(
         activation_order=program.activation_order,
         gradient_order=program.gradient_order,

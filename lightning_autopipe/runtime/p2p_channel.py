@@ -117,15 +117,18 @@ _MAX_SMALL = 16
 nobody notices, and what is small waits for the peer's answer longer than for its bytes."""
 
 
+SpecsOf = Callable[[Crossing, bool], "tuple[Sequence[TensorSpec], int] | None"]
+
+
 class _Posted:
     """A message whose receives are posted: the tensors of each crossing, and what is to be waited for."""
 
     __slots__ = ("buffers", "is_taken", "num_bytes", "values")
 
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self.values: dict[Crossing, tuple[Tensor, ...]] = {}
         self.buffers: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, buffer, target
-        self.num_bytes = 0
         self.is_taken = False
 
 
@@ -148,21 +151,15 @@ class ReceiveChannel:
         self._order: deque[Message] = deque()
         self._posted: dict[Crossing, _Posted] = {}
         self._num_ahead = self._bytes_ahead = 0
-        self._specs_of: Callable[[Crossing, bool], Sequence[TensorSpec] | None] = lambda crossing, wait: None
+        self._specs_of: SpecsOf = lambda crossing, wait: None
 
-    def begin(
-        self,
-        order: Sequence[Message],
-        specs_of: Callable[[Crossing, bool], Sequence[TensorSpec] | None],
-        *,
-        window: int,
-    ) -> None:
+    def begin(self, order: Sequence[Message], specs_of: SpecsOf, *, window: int) -> None:
         """Begin a step.
 
         Args:
             order: Messages in the order in which the peer sends them.
-            specs_of: Gives what will come for a crossing, asked in that order; None while it is not known and the
-                second argument does not say to wait for it.
+            specs_of: Gives what will come for a crossing, and its bytes, asked in that order; None while it is not
+                known and the second argument does not say to wait for it.
             window: Messages whose receives are posted ahead.
         """
         self._order = deque(order)
@@ -172,8 +169,8 @@ class ReceiveChannel:
 
     def post_ahead(self) -> None:
         """Post the receives that the window allows, or that are small, and whose specs are known."""
-        while self._order and self._num_ahead < max(self._window, _MAX_SMALL):
-            if not self._post_next(wait=False):
+        while self._order and (self._num_ahead < self._window or self._num_ahead < _MAX_SMALL):
+            if not self._post_next(False):
                 return
 
     def receive(self, crossing: Crossing) -> tuple[Tensor, ...]:
@@ -181,33 +178,34 @@ class ReceiveChannel:
         while crossing not in self._posted:
             # Beyond the window only where the orders of the two differ: what comes before is sent before.
             assert self._order, crossing
-            self._post_next(wait=True)
+            self._post_next(True)
         posted = self._posted.pop(crossing)
         if not posted.is_taken:
             posted.is_taken = True
             self._num_ahead -= 1
             self._bytes_ahead -= posted.num_bytes
-            self.post_ahead()
+            if self._order:
+                self.post_ahead()
             for work, buffer, target in posted.buffers:
                 self._link.wait(work, crossing, "receive")
                 self._wire.arrived(buffer, target)
             posted.buffers.clear()
         return posted.values.pop(crossing)
 
-    def _post_next(self, *, wait: bool) -> bool:
+    def _post_next(self, wait: bool) -> bool:
         message = self._order[0]
         specs = []
+        num_bytes = 0
         for crossing in message:
             known = self._specs_of(crossing, wait)
             if known is None:
                 return False
-            specs.append(known)
-        num_bytes = sum([spec.num_bytes for own in specs for spec in own])
+            specs.append(known[0])
+            num_bytes += known[1]
         if not wait and self._num_ahead >= self._window and self._bytes_ahead + num_bytes > _SMALL_BYTES:
             return False
         self._order.popleft()
-        posted = _Posted()
-        posted.num_bytes = num_bytes
+        posted = _Posted(num_bytes)
         for crossing, own in zip(message, specs, strict=True):
             posted.values[crossing] = tuple([self._post(spec, crossing, posted) for spec in own])
             self._posted[crossing] = posted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -110,7 +110,7 @@ class P2PTransport:
             received, sent = (before, behind) if direction is Direction.FORWARD else (behind, before)
             receiver, sender = self._receivers.get(direction), self._senders.get(direction)
             if receiver is not None:
-                receiver.begin([(received,)], lambda crossing, wait: specs, window=1)
+                receiver.begin([(received,)], lambda crossing, wait: (specs, 1), window=1)
             if sender is not None and self._stage_index == 0:
                 sender.send((sent,), [byte])  # in a circle somebody has to begin
             if receiver is not None:
@@ -168,8 +168,11 @@ class P2PTransport:
             sender.release_all()
         self._is_in_step = False
 
+    def _signature(self, crossing: Crossing) -> Hashable:
+        return crossing.cut_index, self._plan.signatures[crossing.unit]
+
     def _announce(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
-        signature = crossing.cut_index, self._plan.signatures[crossing.unit]
+        signature = self._signature(crossing)
         if self._sent_book.get(signature) is None:
             assert self._header_sender is not None
             specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
@@ -177,8 +180,8 @@ class P2PTransport:
             self._sent_book.add(signature, specs)
         self._sent_specs[crossing] = self._sent_book.check(signature, tensors)
 
-    def _activation_specs(self, crossing: Crossing, wait: bool) -> tuple[TensorSpec, ...] | None:
-        signature = crossing.cut_index, self._plan.signatures[crossing.unit]
+    def _activation_specs(self, crossing: Crossing, wait: bool) -> tuple[Sequence[TensorSpec], int] | None:
+        signature = self._signature(crossing)
         specs = self._received_book.get(signature)
         if specs is None:
             assert self._header_receiver is not None
@@ -186,10 +189,11 @@ class P2PTransport:
             if not wait:
                 return None
             specs = self._received_book.add(signature, self._header_receiver.receive(crossing))
-        return specs.values
+        return specs.values, specs.value_bytes
 
-    def _expected_gradient_specs(self, crossing: Crossing, wait: bool) -> tuple[TensorSpec, ...] | None:
+    def _expected_gradient_specs(self, crossing: Crossing, wait: bool) -> tuple[Sequence[TensorSpec], int] | None:
         if crossing in self._expected:
-            return self._sent_specs[crossing].gradients
+            specs = self._sent_specs[crossing]
+            return specs.gradients, specs.gradient_bytes
         assert not wait, f"the gradient of {crossing} is due before its forward"
         return None

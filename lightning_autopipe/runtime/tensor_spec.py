@@ -95,11 +95,15 @@ class CrossingSpecs:
 
     values: tuple[TensorSpec, ...]
     gradients: tuple[TensorSpec, ...]
+    value_bytes: int
+    gradient_bytes: int
 
     @classmethod
     def of(cls, values: tuple[TensorSpec, ...]) -> CrossingSpecs:
         """From those of the values: there is a gradient for each that requires one."""
-        return cls(values, tuple(replace(spec, requires_grad=False) for spec in values if spec.requires_grad))
+        gradients = tuple(replace(spec, requires_grad=False) for spec in values if spec.requires_grad)
+        value_bytes, gradient_bytes = (sum(spec.num_bytes for spec in specs) for specs in (values, gradients))
+        return cls(values, gradients, value_bytes, gradient_bytes)
 
     def fit(self, tensors: Sequence[Tensor]) -> bool:
         """Whether they are those of these tensors."""

@@ -42,6 +42,25 @@ Message = tuple[Crossing, ...]
 """What is sent as one: one crossing, or those of all slices of a micro-batch."""
 
 
+class Signature:
+    """A key that is hashed once: what a stage gives as one may be long, and is looked up for every message."""
+
+    __slots__ = ("_hash", "key")
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+        self._hash = hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Signature) and self.key == other.key)
+
+    def __repr__(self) -> str:
+        return repr(self.key)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What a transport knows of a step before it begins."""
@@ -54,7 +73,7 @@ class StepPlan:
     """How many messages of activations the previous rank may be ahead, so that receives are posted for them."""
     gradient_window: int = 2
     """The same for gradients of the next rank."""
-    signatures: Mapping[Unit, Hashable]
+    signatures: Mapping[Unit, Signature]
     """Equal signatures mean equal specs of what crosses a cut."""
 
 

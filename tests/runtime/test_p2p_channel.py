@@ -60,7 +60,7 @@ def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_receives_are_posted_ahead_within_the_window() -> None:
     link = NotingLink()
     channel = receive_channel(link)
-    channel.begin(one_each(range(5)), lambda crossing, wait: (SPEC,), window=2)
+    channel.begin(one_each(range(5)), lambda crossing, wait: ((SPEC,), 16), window=2)
     assert link.take() == ["irecv 0", "irecv 1"]
     (tensor,) = channel.receive(crossing(0))
     assert link.take() == ["irecv 2", "wait receive 0"]
@@ -74,10 +74,10 @@ def test_posts_what_is_known_and_waits_for_the_rest() -> None:
     link, known = NotingLink(), {0}
     channel = receive_channel(link)
 
-    def specs_of(crossing: Crossing, wait: bool) -> tuple[TensorSpec, ...] | None:
+    def specs_of(crossing: Crossing, wait: bool) -> tuple[tuple[TensorSpec, ...], int] | None:
         if wait:
             known.update({1, 2})
-        return (SPEC,) if crossing.microbatch_index in known else None
+        return ((SPEC,), 16) if crossing.microbatch_index in known else None
 
     channel.begin(one_each(range(4)), specs_of, window=3)
     channel.receive(crossing(0))
@@ -90,7 +90,7 @@ def test_posts_what_is_known_and_waits_for_the_rest() -> None:
 def test_receives_keep_the_order_of_the_peer() -> None:
     link = NotingLink()
     channel = receive_channel(link)
-    channel.begin(one_each([2, 0, 1]), lambda crossing, wait: (SPEC, SPEC), window=1)
+    channel.begin(one_each([2, 0, 1]), lambda crossing, wait: ((SPEC, SPEC), 32), window=1)
     (tensor, _) = channel.receive(crossing(1))
     assert tensor.tolist() == [1.0] * 4
     channel.receive(crossing(2))
@@ -103,7 +103,9 @@ def test_receives_keep_the_order_of_the_peer() -> None:
 def test_empty_tensors_need_no_message() -> None:
     link = NotingLink()
     channel = receive_channel(link)
-    channel.begin(one_each([0, 1]), lambda crossing, wait: (NOTHING,) if crossing.microbatch_index else (), window=2)
+    channel.begin(
+        one_each([0, 1]), lambda crossing, wait: ((NOTHING,) if crossing.microbatch_index else (), 0), window=2
+    )
     assert channel.receive(crossing(0)) == ()
     assert channel.receive(crossing(1))[0].shape == (0,)
     sender = SendChannel(link, DirectWire())  # type: ignore[arg-type]
@@ -130,7 +132,7 @@ def test_small_messages_are_posted_beyond_the_window(monkeypatch: pytest.MonkeyP
     link = NotingLink()
     channel = receive_channel(link)
     monkeypatch.setattr(p2p_channel, "_SMALL_BYTES", 3 * SPEC.num_bytes)
-    channel.begin(one_each(range(9)), lambda crossing, wait: (SPEC,), window=1)
+    channel.begin(one_each(range(9)), lambda crossing, wait: ((SPEC,), 16), window=1)
     assert link.take() == ["irecv 0", "irecv 1", "irecv 2"]
     channel.receive(crossing(0))
     assert link.take() == ["irecv 3", "wait receive 0"]
@@ -141,7 +143,7 @@ def test_halves_of_one_message_come_together() -> None:
     link = NotingLink()
     halves = Crossing(0, 1, 0), Crossing(0, 1, 1)
     channel = receive_channel(link)
-    channel.begin([*one_each([0]), halves, *one_each([2])], lambda crossing, wait: (SPEC,), window=2)
+    channel.begin([*one_each([0]), halves, *one_each([2])], lambda crossing, wait: ((SPEC,), 16), window=2)
     assert link.take() == ["irecv 0", "irecv 1", "irecv 1"]
     channel.receive(crossing(0))
     link.take()
