@@ -98,9 +98,11 @@ class TraceRecording:
 
     def _write(self, clocks: dict[int, AlignedClock], steps: list[dict[int, RankStep]], peaks: tuple[int, ...]) -> None:
         layout = self._communicator.layout
-        ranks = tuple(layout.pipeline_ranks(replica_index) for replica_index in range(layout.num_replicas))
-        stages_per_rank = self._plan().num_stages // layout.num_stages
-        ranks = tuple(pipeline * stages_per_rank for pipeline in ranks)
+        plan = self._plan()
+        ranks = tuple(
+            layout.pipeline_ranks(replica_index) * plan.schedule.stages_per_rank
+            for replica_index in range(layout.num_replicas)
+        )
         recorded = RecordedSteps(
             timelines={
                 number: measured_timeline(
@@ -115,5 +117,5 @@ class TraceRecording:
             clock_error_s=2 * max(clock.error_s for clock in clocks.values()),
             clock_drift_s=max(abs(clock.drift_s) for clock in clocks.values()),
         )
-        write_trace(self._folder, recorded, self._plan(), self._cluster)
+        write_trace(self._folder, recorded, plan, self._cluster)
         rank_zero_info(f"autopipe: {step_numbers(list(steps[0]))} traced, see {self._folder}")
