@@ -106,7 +106,7 @@ class AutoPipeConfig:
     filled and emptied once a window. ``training_step`` and ``backward`` of all but the last one then only keep the
     batch: what they give Lightning as the loss is NaN, which is neither logged nor propagated. Numbers, logged values
     and random draws are the same; batches of a window are on the device together, and where losses have weights of
-    their own (tokens), so are gradients of each batch. ``"auto"`` and False: batch by batch."""
+    their own (tokens), so are gradients of two or three of them. ``"auto"`` and False: batch by batch."""
 
     shard_optimizer: bool | str = False
     """Whether the replicas of a stage share its optimizer state. Only False is accepted so far."""

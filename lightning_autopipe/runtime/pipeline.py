@@ -381,7 +381,7 @@ class Pipeline:
         training: bool,
         before_last_backward: Callable[[], None] | None = None,
         before_unit: Callable[[int], None] | None = None,
-        after_batch: Callable[[], None] | None = None,
+        after_batch: Callable[[StepOutcome], None] | None = None,
     ) -> list[StepOutcome]:
         """Run one schedule for several batches, as one longer pipeline. Gives the outcome of each.
 
@@ -391,7 +391,8 @@ class Pipeline:
             training: whether losses are back-propagated.
             before_last_backward: as of `run`.
             before_unit: called with the position of a batch before each forward of its units.
-            after_batch: called for each batch but the last, when all its gradients are there and none of the next one.
+            after_batch: called with the outcome of each batch but the last, when all its gradients are there and none
+                of the next one.
 
         Raises:
             PlanError: `after_batch` is wanted, but the schedule's backwards of one batch run among those of the next.
@@ -445,7 +446,9 @@ class Pipeline:
         observer = self.observer
         if after_batch is not None and len(calls) > 1:
             assert len(self._executors) == 1, "stages that share a process do not end a batch together"
-            observer = BatchEnds(schedule, self.stage_index, num_microbatches, after_batch, observer)
+            observer = BatchEnds(
+                schedule, self.stage_index, num_microbatches, lambda position: after_batch(outcomes[position]), observer
+            )
         with preserved_random_state(), statistics:
             for executor in self._executors:
                 executor.observer = observer

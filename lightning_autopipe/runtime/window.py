@@ -85,7 +85,7 @@ class BatchEnds:
         schedule: Of the window.
         pipeline_rank: Whose list of actions runs.
         num_microbatches: Of each batch.
-        after_batch: Called after each batch but the last.
+        after_batch: Called with the position of each batch but the last, after it.
         observer: Told as well.
     """
 
@@ -94,7 +94,7 @@ class BatchEnds:
         schedule: Schedule,
         pipeline_rank: int,
         num_microbatches: Sequence[int],
-        after_batch: Callable[[], None],
+        after_batch: Callable[[int], None],
         observer: ExecutionObserver | None,
     ) -> None:
         self._positions = [position for position, number in enumerate(num_microbatches) for _ in range(number)]
@@ -118,4 +118,4 @@ class BatchEnds:
         position = self._positions[action.microbatch_index]
         self._num_left[position] -= 1
         if not self._num_left[position] and position < self._positions[-1]:
-            self._after_batch()
+            self._after_batch(position)

@@ -204,7 +204,11 @@ class AutoPipeStrategy(ModuleStrategy):
             return session.store(call)
         with self.naming_first_error(), self.precision_plugin.train_step_context():
             self._watch_step()
-            return session.run_training_step(call, reduce=not self._is_accumulating)
+            return session.run_training_step(
+                call,
+                reduce=not self._is_accumulating,
+                accumulated_batches=self.trainer.accumulate_grad_batches,
+            )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready("validation_step", args, kwargs)

@@ -43,6 +43,7 @@ class GradientLedger:
         self._replicas = replicas
         self._ties = ties
         self._untied = {name: p for name, p in self._parameters.items() if ties is None or name not in ties}
+        self._kept: dict[str, Tensor] = {}
         self._new: list[dict[str, Tensor]] = []
         self._is_new_reduced = False
         self._holds_unreduced = False
@@ -59,8 +60,7 @@ class GradientLedger:
         Raises:
             CommunicationError: another rank did not join the reduction.
         """
-        kept = self._take()
-        self._new = []
+        self._kept, self._new = self._take(), []
         self._is_new_reduced = reduce and not self._holds_unreduced
         replicas = self._replicas if self._is_new_reduced else None
         try:
@@ -74,12 +74,17 @@ class GradientLedger:
         if self._is_new_reduced and self._ties is not None:
             self._ties.reduce(self._parameters)
         self.next_batch()
-        for name, gradient in kept.items():
+        for name, gradient in self._kept.items():
             self._parameters[name].grad = gradient
+        self._kept = {}
 
     def next_batch(self) -> None:
         """Sets the gradients that are there apart from those that are still to come: they have their own divisor."""
         self._new.append(self._take())
+
+    def add_oldest(self, divisor: float) -> None:
+        """Adds the batch that was set apart first to what is accumulated, in the middle of a schedule."""
+        _add(self._kept, self._new.pop(0), divisor)
 
     def _take(self) -> dict[str, Tensor]:
         taken = {name: parameter.grad for name, parameter in self._parameters.items() if parameter.grad is not None}
@@ -101,8 +106,11 @@ class GradientLedger:
         assert self._new, "Lightning called backward without a training_step before it"
         if self._is_new_reduced and self._replicas is not None:
             self._new[-1].update(self._replicas.finish())
+        total = self._take()
         for gradients, divisor in zip(self._new, divisors, strict=True):
-            self._add(gradients, divisor)
+            _add(total, gradients, divisor)
+        for name, gradient in total.items():
+            self._parameters[name].grad = gradient
         self._new = []
         if self._is_new_reduced:
             return
@@ -111,21 +119,21 @@ class GradientLedger:
             self._reduce()
             self._holds_unreduced = False
 
-    def _add(self, gradients: dict[str, Tensor], divisor: float) -> None:
-        with torch.no_grad():
-            for name, gradient in gradients.items():
-                parameter = self._parameters[name]
-                scaled = gradient.div_(divisor)
-                if parameter.grad is None:
-                    parameter.grad = scaled
-                elif parameter.grad.layout is torch.strided:
-                    parameter.grad.add_(scaled)
-                else:
-                    parameter.grad = parameter.grad + scaled
-
     def _reduce(self) -> None:
         """Sums ``parameter.grad`` over all ranks that hold a parameter, in place."""
         if self._ties is not None:
             self._ties.reduce(self._parameters)
         if self._replicas is not None:
             self._replicas.reduce(self._untied)
+
+
+@torch.no_grad()
+def _add(total: dict[str, Tensor], gradients: dict[str, Tensor], divisor: float) -> None:
+    for name, gradient in gradients.items():
+        scaled = gradient.div_(divisor)
+        if name not in total:
+            total[name] = scaled
+        elif total[name].layout is torch.strided:
+            total[name].add_(scaled)
+        else:
+            total[name] = total[name] + scaled

@@ -7,8 +7,10 @@ import gc
 import logging
 import math
 import warnings
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -28,6 +30,7 @@ from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.runtime.stage_step import StepOutcome
 from lightning_autopipe.runtime.tied_parameters import TiedParameters
 from lightning_autopipe.runtime.window import StepCall
+from lightning_autopipe.strategy.batch_weights import BatchWeight
 from lightning_autopipe.strategy.checkpoint import StateGatherer
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.environment import with_ties
@@ -248,7 +251,7 @@ class PipelineSession:
         """Drops batches whose window has not come to its end, as what was accumulated is dropped."""
         self._stored = []
 
-    def run_training_step(self, call: StepCall, *, reduce: bool) -> Any:
+    def run_training_step(self, call: StepCall, *, reduce: bool, accumulated_batches: int) -> Any:
         """Runs forward and backward of one batch, and of those that were stored before it, as one pipeline.
 
         The gradients wait for `commit_gradients`.
@@ -260,6 +263,7 @@ class PipelineSession:
         scales = [self._loss_scale] * len(calls) if totals is None else [1 / total for total in totals]
         calls = [replace(one, loss_scale=scale) for one, scale in zip(calls, scales, strict=True)]
         is_apart = len(calls) > 1 and totals is None
+        waiting: deque[tuple[StepOutcome, BatchWeight]] = deque()
         with (
             self._ledger.schedule(reduce=reduce and not is_apart) as before_last_backward,
             self._running(TRAINING_STEP),
@@ -271,14 +275,15 @@ class PipelineSession:
                 training=True,
                 before_last_backward=before_last_backward,
                 before_unit=self._select_batch,
-                after_batch=self._ledger.next_batch if is_apart else None,
+                after_batch=partial(self._set_apart, waiting, accumulated_batches) if is_apart else None,
             )
         results = self._exchange_window(outcomes)
         self._weights_are_samples = all(result.weights_are_samples for result in results)
         if totals is None:
-            self._gradient_divisors = [
+            divisors = [
                 outcome.gradient_divisor(result.total_weight) for outcome, result in zip(outcomes, results, strict=True)
             ]
+            self._gradient_divisors = divisors[-len(waiting) - 1 :]
         else:
             self._gradient_divisors = [1.0]
             _check_samples(totals, results)
@@ -290,6 +295,18 @@ class PipelineSession:
                 stacklevel=2,
             )
         return results[-1].output
+
+    def _set_apart(
+        self, waiting: deque[tuple[StepOutcome, BatchWeight]], accumulated_batches: int, outcome: StepOutcome
+    ) -> None:
+        """Keeps one batch's gradients until it is known what they are divided by; adds those for which it is."""
+        assert self._ledger is not None
+        self._ledger.next_batch()
+        own = float(sum(outcome.weights)) if self.communicator.is_last_stage else 0.0
+        waiting.append((outcome, BatchWeight(own, self.communicator)))
+        while waiting and waiting[0][1].is_known:
+            known, weight = waiting.popleft()
+            self._ledger.add_oldest(known.gradient_divisor(weight.total()) * accumulated_batches)
 
     def _total_samples(self, calls: Sequence[StepCall]) -> list[int]:
         """Of each batch over all replicas. Collective over replicas."""

@@ -82,6 +82,23 @@ def test_one_reduction_for_each_optimizer_step() -> None:
     assert named["unused"].grad is None
 
 
+def test_batches_are_divided_by_numbers_of_their_own() -> None:
+    named = parameters()
+    ledger = GradientLedger(named, replicas=None, ties=None)
+    step(ledger, named, 4.0, reduce=False, batches=4, weight=1.0)
+    with ledger.schedule(reduce=False):
+        for value in (6.0, 8.0, 10.0):
+            named["used"].grad = torch.full((2,), value)
+            if value < 10:
+                ledger.next_batch()
+                assert named["used"].grad is None
+            if value == 8:
+                ledger.add_oldest(2.0 * 4)  # what the first one weighs is known by now
+    ledger.commit(divisors=[4.0 * 4, 5.0 * 4], reduce=True)
+    assert torch.equal(named["used"].grad, torch.full((2,), (4 + 6 / 2 + 8 / 4 + 10 / 5) / 4))
+    assert named["unused"].grad is None
+
+
 def test_a_failed_schedule_leaves_nothing_watched() -> None:
     replicas = TwoReplicas()
     ledger = GradientLedger(parameters(), replicas=replicas, ties=None)  # type: ignore[arg-type]

@@ -68,7 +68,8 @@ class Watch(pl.Callback):
 
 def watched(trainer: Any, module: Any) -> Any:
     (watch,) = [callback for callback in trainer.callbacks if isinstance(callback, Watch)]
-    return watch.losses, watch.logged
+    replicas = trainer.strategy.session._ledger._replicas
+    return watch.losses, watch.logged, 0 if replicas is None else replicas.num_early
 
 
 def schedule_of_windows() -> pl.Callback:
@@ -91,8 +92,8 @@ FITS = {
     "tokens": Fit(
         module_class=LanguageModule,
         module_options={"optimizer": "adamw", "lr": 0.05},
-        data=partial(InOrder, token_data(40, valid=[1, 5, 7, 0, 3, 2, 0, 4, 6]), batch_size=8),
-        trainer_options={"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+        data=partial(InOrder, token_data(72, valid=[1, 5, 7, 0, 3, 2, 0, 4, 6]), batch_size=8),
+        trainer_options={"accumulate_grad_batches": 4, "gradient_clip_val": 0.1},
         callbacks=(Watch,),
         after=watched,
     ),
@@ -130,7 +131,11 @@ def test_equal_to_batch_by_batch() -> None:
             batch_by_batch, merged_windows = results[name]
             assert_same_result(batch_by_batch, [merged_windows])
             assert merged_windows.num_reductions == batch_by_batch.num_reductions
-    (expected, logged_by_batch), (losses, logged) = (report.after for report in by_rank[0]["samples"])
+    (expected, logged_by_batch, early_by_batch), (losses, logged, early) = (
+        report.after for report in by_rank[0]["samples"]
+    )
+    assert early_by_batch == 0, "nothing is summed before a window has ended"
+    assert early == 3, "one bucket for each merged window but for the first, whose first batch ran by itself"
     stored = [math.isnan(loss) for loss in losses]
     # The first step of a fit runs by itself, and tells what its loss is weighted by.
     assert stored == [False, True, False, True, False, True, True, False, True, False]
@@ -177,12 +182,12 @@ def test_batches_of_a_window_are_told_apart() -> None:
     units = [(0, 0), (0, 1), (1, None), (2, None), (3, 0), (3, 1)]
     assert units_by_batch(units, [1, 2, 1]) == [[(0, 0), (0, 1)], [(0, None), (1, None)], [(0, 0), (0, 1)]]
     schedule = get_schedule("zero_bubble", 2, 4)
-    ends: list[int] = []
-    observer = BatchEnds(schedule, 0, [1, 2, 1], lambda: ends.append(seen), None)
+    ends: list[tuple[int, int]] = []
+    observer = BatchEnds(schedule, 0, [1, 2, 1], lambda position: ends.append((position, seen)), None)
     for action in schedule.actions_by_rank[0]:
         seen = action.microbatch_index
         observer.ran(action, 0.0, 0.0, 0.0)
-    assert ends == [0, 2]
+    assert ends == [(0, 0), (1, 2)]
     mixed = get_schedule(ScheduleSpec(name="interleaved_1f1b", stages_per_rank=2), 8, 4)
     with pytest.raises(PlanError, match="cannot be told apart"):
-        BatchEnds(mixed, 0, [2, 2], lambda: None, None)
+        BatchEnds(mixed, 0, [2, 2], lambda _: None, None)
