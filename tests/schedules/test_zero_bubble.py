@@ -26,16 +26,16 @@ GRIDS: dict[str, tuple[Callable[[], Schedule], str]] = {
     "two stages": (
         lambda: zero_bubble(2, 4),
         """
-        stage 0 | F0 F1 .  B0 .  I1 F2 W1 F3 B2 .  B3 .
-        stage 1 | .  F0 I0 F1 I1 W0 W1 F2 I2 F3 I3 W2 W3
+        stage 0 | F0 F1 .  B0 F2 B1 F3 .  B2 .  .  B3 .
+        stage 1 | .  F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
         """,
     ),
     "fewer micro-batches than stages": (
         lambda: zero_bubble(3, 2),
         """
-        stage 0 | F0 F1 .  .  .  B0 .  B1
-        stage 1 | .  F0 F1 .  I0 W0 I1 W1
-        stage 2 | .  .  F0 I0 F1 I1 W0 W1
+        stage 0 | F0 F1 .  .  .  B0 .  B1 .
+        stage 1 | .  F0 F1 .  I0 .  I1 W0 W1
+        stage 2 | .  .  F0 I0 F1 I1 W0 W1 .
         """,
     ),
     "limits": (
