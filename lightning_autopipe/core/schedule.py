@@ -146,6 +146,8 @@ class Schedule:
     """``actions_by_rank[r]`` is what the pipeline's rank r does, in order; with one stage a rank that is stage r."""
     num_microbatches: int
     stages_per_rank: int = 1
+    merges_slices: bool = True
+    """Whether slices of a micro-batch may go as one message, where the receiver is past its warm-up."""
 
     def __post_init__(self) -> None:
         check_text("Schedule", "name", self.name, error=PlanError)

@@ -24,6 +24,8 @@ class ScheduleSpec:
     """Micro-batches at the begin that go through as two halves."""
     num_sliced_last: int = 0
     """Micro-batches at the end that do."""
+    merges_slices: bool = True
+    """Whether both halves may go as one message, where the receiver is past its warm-up."""
     stages_per_rank: int = 1
     """Stages that each rank runs, going round the ranks."""
 
@@ -40,6 +42,8 @@ class ScheduleSpec:
                 )
         for name in ("num_sliced_first", "num_sliced_last"):
             check_int(owner, name, getattr(self, name), minimum=0, error=PlanError)
+        if not isinstance(self.merges_slices, bool):
+            raise PlanError(f"{owner}: merges_slices must be true or false, got {self.merges_slices!r}")
         check_int(owner, "stages_per_rank", self.stages_per_rank, minimum=1, error=PlanError)
 
     @property

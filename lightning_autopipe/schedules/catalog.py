@@ -28,6 +28,7 @@ def _sliced(spec: ScheduleSpec, num_stages: int, num_microbatches: int) -> Sched
         num_sliced_first=num_first,
         num_sliced_last=min(spec.num_sliced_last, num_microbatches - num_first),
         max_stash=_limits(spec),
+        merges_slices=spec.merges_slices,
     )
 
 

@@ -45,6 +45,7 @@ def lower(schedule: Schedule) -> Schedule:
         actions_by_rank=tuple(tuple(actions) for actions in lists),
         num_microbatches=schedule.num_microbatches,
         stages_per_rank=schedule.stages_per_rank,
+        merges_slices=schedule.merges_slices,
     )
 
 

@@ -12,7 +12,8 @@ def merged_microbatches(schedule: Schedule, stage_index: int) -> frozenset[int]:
     """The micro-batches whose slices' activations go from a stage to the next one as one message.
 
     Slices go apart where that gets the next stage to work sooner. It does while that stage is in its warm-up; later it
-    has backwards to run meanwhile, and one message costs less than two. So a micro-batch is merged where
+    has backwards to run meanwhile, and one message costs less than two. So, where the schedule allows it at all, a
+    micro-batch is merged where
 
     - the next stage has begun a backward before the first slice's forward, and
     - both stages run the forwards of all its slices right after each other.
@@ -30,7 +31,7 @@ def merged_microbatches(schedule: Schedule, stage_index: int) -> frozenset[int]:
         Their indices; none where micro-batches are whole, for the last stage, or with several stages a rank, which may
         pass a value on to each other in other ways.
     """
-    if stage_index >= schedule.num_stages - 1 or schedule.stages_per_rank > 1:
+    if stage_index >= schedule.num_stages - 1 or schedule.stages_per_rank > 1 or not schedule.merges_slices:
         return frozenset()
     sender = _runs_of_slices(schedule.actions_by_rank[stage_index])
     receiver = _runs_of_slices(schedule.actions_by_rank[stage_index + 1])

@@ -21,6 +21,7 @@ def sliced_one_f_one_b(
     num_sliced_first: int,
     num_sliced_last: int = 0,
     max_stash: Sequence[float] | None = None,
+    merges_slices: bool = True,
 ) -> Schedule:
     """1F1B in which the first and the last micro-batches go through as two halves each.
 
@@ -39,6 +40,7 @@ def sliced_one_f_one_b(
         num_sliced_first: how many micro-batches at the begin are sliced.
         num_sliced_last: how many at the end; with the first ones at most M.
         max_stash: the limit of each stage; None: S - s.
+        merges_slices: whether both halves may go as one message where the receiver is past its warm-up.
 
     Raises:
         ConfigurationError: a number is out of range, a limit holds not even one micro-batch, or a limit is above that
@@ -67,6 +69,7 @@ def sliced_one_f_one_b(
         name=NAME,
         actions_by_rank=tuple(_actions(stage_index, units, limit) for stage_index, limit in enumerate(limits)),
         num_microbatches=num_microbatches,
+        merges_slices=merges_slices,
     )
 
 

@@ -89,6 +89,17 @@ def test_slices_pay_where_halves_cost_little_more_than_half(half: float, is_slic
     assert best.step_s <= others / (1.02 if is_sliced else 1.0)
 
 
+def test_halves_go_as_one_message_only_where_that_takes_no_longer() -> None:
+    even, later = (
+        found(a_profile(4, half=half), num_stages=4, num_microbatches=8, schedule="sliced_1f1b").best
+        for half in (0.5, 0.55)
+    )
+    assert even.schedule.merges_slices
+    assert not later.schedule.merges_slices
+    merged = tuple(replace(schedule, merges_slices=True) for schedule in later.work.schedules)
+    assert simulate(replace(later.work, schedules=merged)).step_s > later.step_s
+
+
 @pytest.mark.parametrize(("num_microbatches", "step_s"), [(16, 55.0), (8, 31.0)])
 def test_backwards_in_two_parts_fill_the_ending(num_microbatches: int, step_s: float) -> None:
     """Qi et al., ICLR 2024: forward, input and weight gradients alike long, at the stash of 1F1B's first stage."""
