@@ -52,6 +52,7 @@ def choose_partition_and_depths(
     num_choices = math.comb(num_stages + num_microbatches - 1, num_stages)
     num_choices *= math.comb(max(0, objective.num_layers - 1), num_stages - 1)
     is_exact = num_choices <= (max_exact // ACTIONS_LIKE_SIMULATION if objective.shares_links else max_exact)
+    is_exact = is_exact and 2 * num_choices * num_stages * num_microbatches <= effort
     starts = list(dict.fromkeys(_all_depths(num_stages, num_microbatches) if is_exact else _starts(objective)))
     for depths in starts:
         try:
