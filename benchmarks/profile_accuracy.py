@@ -206,6 +206,9 @@ class Neighbours:
         self._specs: dict[Crossing, CrossingSpecs] = {}
         self._gradients: dict[Crossing, tuple[TensorSpec, ...]] = {}
 
+    def close_circle(self) -> None:
+        pass
+
     def begin_step(self, plan: StepPlan) -> None:
         self._orders = {
             Direction.FORWARD: deque(crossing for message in plan.activation_order for crossing in message),

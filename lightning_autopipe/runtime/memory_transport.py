@@ -39,6 +39,9 @@ class MemoryTransport:
     def sent_bytes(self) -> tuple[int, int]:
         return self._sent_bytes[Direction.FORWARD], self._sent_bytes[Direction.BACKWARD]
 
+    def close_circle(self) -> None:
+        pass  # anybody may send to anybody
+
     def begin_step(self, plan: StepPlan) -> None:
         self._plan = plan
         self._num_gradients.clear()

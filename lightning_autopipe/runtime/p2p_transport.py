@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.runtime.errors import PipelineRuntimeError
 from lightning_autopipe.runtime.p2p_channel import Link, ReceiveChannel, SendChannel
 from lightning_autopipe.runtime.p2p_header import HeaderReceiver, HeaderSender
@@ -63,36 +64,61 @@ class P2PTransport:
         self._receivers: dict[Direction, ReceiveChannel] = {}
         self._header_sender: HeaderSender | None = None
         self._header_receiver: HeaderReceiver | None = None
-        num_ranks = len(pipeline_ranks)
-        is_circle = stages_per_rank > 1 and num_ranks > 1
+        self._pipeline_ranks = tuple(pipeline_ranks)
+        self._groups = {Direction.FORWARD: forward_group, Direction.BACKWARD: backward_group}
+        self._header_group = header_group
+        self._timeout_s = timeout_s
+        if stage_index > 0:
+            self._connect_previous()
+        if stage_index < len(pipeline_ranks) - 1:
+            self._connect_following()
+        if stages_per_rank > 1:
+            self.close_circle()
 
-        def link(direction: Direction, group: dist.ProcessGroup, peer: int) -> Link:
-            global_rank = pipeline_ranks[peer % num_ranks]
-            return Link(
-                group=group,
-                direction=direction,
-                peer_global_rank=global_rank,
-                peer_group_rank=dist.get_group_rank(group, global_rank),
-                timeout_s=timeout_s,
-                host_waits=dist.get_backend(group) == "gloo",
+    def close_circle(self) -> None:
+        num_ranks = len(self._pipeline_ranks)
+        if num_ranks == 2 and dist.get_backend(self._groups[Direction.FORWARD]) != "gloo":
+            raise PlanError(
+                "two ranks with several stages each send each other activations and gradients; NCCL would have a "
+                "receive that is posted early hold up the sends behind it. Use more ranks, another schedule=, or "
+                "process_group_backend='gloo'"
             )
+        if num_ranks > 1 and Direction.FORWARD not in self._receivers:
+            self._connect_previous()
+        if num_ranks > 1 and Direction.FORWARD not in self._senders:
+            self._connect_following()
 
-        def sender(direction: Direction, group: dist.ProcessGroup, peer: int) -> SendChannel:
-            return SendChannel(link(direction, group, peer), wire_for(device, group))
+    def _connect_previous(self) -> None:
+        peer = self._stage_index - 1
+        self._receivers[Direction.FORWARD] = self._receiver(Direction.FORWARD, peer)
+        self._header_receiver = HeaderReceiver(self._link(Direction.FORWARD, self._header_group, peer))
+        self._senders[Direction.BACKWARD] = self._sender(Direction.BACKWARD, peer)
 
-        def receiver(direction: Direction, group: dist.ProcessGroup, peer: int) -> ReceiveChannel:
-            return ReceiveChannel(link(direction, group, peer), wire_for(device, group), device=device)
+    def _connect_following(self) -> None:
+        peer = (self._stage_index + 1) % len(self._pipeline_ranks)
+        self._senders[Direction.FORWARD] = self._sender(Direction.FORWARD, peer)
+        self._header_sender = HeaderSender(self._link(Direction.FORWARD, self._header_group, peer))
+        self._receivers[Direction.BACKWARD] = self._receiver(Direction.BACKWARD, peer)
 
-        if stage_index > 0 or is_circle:
-            previous = stage_index - 1
-            self._receivers[Direction.FORWARD] = receiver(Direction.FORWARD, forward_group, previous)
-            self._header_receiver = HeaderReceiver(link(Direction.FORWARD, header_group, previous))
-            self._senders[Direction.BACKWARD] = sender(Direction.BACKWARD, backward_group, previous)
-        if stage_index < num_ranks - 1 or is_circle:
-            following = stage_index + 1
-            self._senders[Direction.FORWARD] = sender(Direction.FORWARD, forward_group, following)
-            self._header_sender = HeaderSender(link(Direction.FORWARD, header_group, following))
-            self._receivers[Direction.BACKWARD] = receiver(Direction.BACKWARD, backward_group, following)
+    def _link(self, direction: Direction, group: dist.ProcessGroup, peer: int) -> Link:
+        global_rank = self._pipeline_ranks[peer]
+        return Link(
+            group=group,
+            direction=direction,
+            peer_global_rank=global_rank,
+            peer_group_rank=dist.get_group_rank(group, global_rank),
+            timeout_s=self._timeout_s,
+            host_waits=dist.get_backend(group) == "gloo",
+        )
+
+    def _sender(self, direction: Direction, peer: int) -> SendChannel:
+        group = self._groups[direction]
+        return SendChannel(self._link(direction, group, peer), wire_for(self._device, group))
+
+    def _receiver(self, direction: Direction, peer: int) -> ReceiveChannel:
+        group = self._groups[direction]
+        link = self._link(direction, group, peer)
+        return ReceiveChannel(link, wire_for(self._device, group), device=self._device)
 
     def warm_up(self) -> None:
         """Send a byte through every connection; all stages call it at once.

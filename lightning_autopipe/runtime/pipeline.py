@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from lightning_autopipe.runtime.stage import StageForward
 from lightning_autopipe.runtime.stage_step import StageStep, StepOutcome, WholeBatchLastStage
 from lightning_autopipe.runtime.step_capture import CaptureStore, StepCapture, module_fingerprint
 from lightning_autopipe.runtime.transport import Transport
-from lightning_autopipe.runtime.units import halve_no_single_samples, unit_sizes, units_of
+from lightning_autopipe.runtime.units import forwards_first, halve_no_single_samples, unit_sizes, units_of
 from lightning_autopipe.runtime.window import BatchEnds, StepCall, WindowStage, units_by_batch
 
 
@@ -79,7 +79,9 @@ class Pipeline:
         self.module = module
         self.layout = layout
         self.num_stages = layout.num_stages
+        """Of the whole pipeline: as many as ranks, or a multiple where the plan has each of them run several."""
         self.stage_index = layout.stage_index(global_rank)
+        """This rank's place in the pipeline, which is its first stage."""
         self.replica_index = layout.replica_index(global_rank)
         self.num_microbatches = num_microbatches
         self.seed = seed
@@ -245,6 +247,7 @@ class Pipeline:
         if plan.layout != self.layout:
             raise PlanError(f"The plan's layout is {plan.layout}, but the pipeline runs as {self.layout}.")
         self._refuse_sliced_batch_norm(plan.schedule)
+        self._set_stages_per_rank(plan.schedule.stages_per_rank)
         positions = self.store.set_cuts(*planned, [plan.layers[index].name for index in plan.partition.cut_points])
         if positions and self._carried is not None and self._carried.first_use < positions[-1]:
             raise CaptureError(
@@ -256,6 +259,18 @@ class Pipeline:
         self._planning_trace = None
         self._schedule = plan.schedule
         self.num_microbatches = plan.microbatches_of(self.replica_index)
+
+    def _set_stages_per_rank(self, stages_per_rank: int) -> None:
+        self.num_stages = self.layout.num_stages * stages_per_rank
+        self._schedules.clear()
+        if self._is_local:
+            self._local = InProcessPipeline(self.num_stages)
+            self._executors = self._local.executors
+        else:
+            self._executor.num_stages = self.num_stages
+            if stages_per_rank > 1:
+                assert self._transport is not None
+                self._transport.close_circle()
 
     def in_process(self, *, is_cut: bool = True, num_microbatches: int = 1) -> Pipeline:
         """Give a pipeline that runs this one's stages, or the step uncut, in this process; the module must be whole."""
@@ -275,11 +290,11 @@ class Pipeline:
         return twin
 
     def parameter_owner(self, name: str) -> int:
-        """Give the first stage that uses a parameter; the last one where the planned step uses it nowhere."""
+        """Give the first place in the pipeline that uses a parameter; the last where the planned step does nowhere."""
         return min(self._owners(name))
 
     def owned_parameters(self, stage_index: int) -> frozenset[str]:
-        """Names (each of a tied parameter's) of the parameters that a stage uses."""
+        """Names (each of a tied parameter's) of the parameters that a place's stages use."""
         return frozenset(name for name in self._first_name if stage_index in self._owners(name))
 
     def in_order_of_use(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -288,13 +303,16 @@ class Pipeline:
         return dict(sorted(named.items(), key=lambda item: position.get(item[0], len(position))))
 
     def owned_buffers(self, stage_index: int) -> frozenset[str]:
-        """Names of the buffers that the step writes on this stage; all others are equal on every stage."""
+        """Names of the buffers that the step writes at this place; all others are equal everywhere."""
         names = (name for name, _ in self.module.named_buffers())
-        return frozenset(name for name in names if stage_index in self.store.owners.get(name, frozenset()))
+        return frozenset(name for name in names if stage_index in self._places(self.store.owners.get(name, ())))
 
     def _owners(self, name: str) -> frozenset[int]:
-        last = frozenset({self.num_stages - 1})
-        return self.store.owners.get(self._first_name.get(name, name), last)
+        return self._places(self.store.owners.get(self._first_name.get(name, name), (self.num_stages - 1,)))
+
+    def _places(self, stage_indices: Iterable[int]) -> frozenset[int]:
+        """Where stages run: they go round the ranks of the pipeline."""
+        return frozenset(stage_index % self.layout.num_stages for stage_index in stage_indices)
 
     # ----- placement
 
@@ -320,7 +338,7 @@ class Pipeline:
     @property
     def is_last_stage(self) -> bool:
         """Whether this process runs the end of the step."""
-        return self._is_local or self.stage_index == self.num_stages - 1
+        return self._is_local or self.stage_index == self.layout.num_stages - 1
 
     @property
     def sent_bytes(self) -> tuple[int, int]:
@@ -437,7 +455,7 @@ class Pipeline:
                 num_before += len(own_units)
             return steps[0] if len(steps) == 1 else WindowStage(steps, [len(own) for own in units], before_unit)
 
-        stage_indices = range(self.num_stages) if self._is_local else (self.stage_index,)
+        stage_indices = range(self.num_stages) if self._is_local else schedule.stages_of(self.stage_index)
         statistics = (
             self.batch_norm.training_step(self.store.owners, stage_indices, lambda: self.tracing)
             if training
@@ -452,27 +470,27 @@ class Pipeline:
         with preserved_random_state(), statistics:
             for executor in self._executors:
                 executor.observer = observer
+            # A stage may write into its batch; others in this process must not see it.
+            is_shared = len(stage_indices) > 1
+            own_steps = {
+                index: stage_step(index, tree.map_tensors(Tensor.clone, parts) if is_shared else parts)
+                for index in stage_indices
+            }
             if self._is_local:
-                # A stage may write into its batch; in one process the others must not see it.
-                copies = [
-                    [
-                        [tree.map_tensors(Tensor.clone, part) if self.num_stages > 1 else part for part in of_batch]
-                        for of_batch in parts
-                    ]
-                    for _ in range(self.num_stages)
-                ]
-                own_steps = [stage_step(index, own) for index, own in enumerate(copies)]
-                self._local.run(own_steps, schedule, before_last_backward=before_last_backward)
+                self._local.run(list(own_steps.values()), schedule, before_last_backward=before_last_backward)
             else:
-                own_step = stage_step(self.stage_index, parts)
-                self._executor.run(own_step, schedule, before_last_backward=before_last_backward)
+                self._executor.run(own_steps, schedule, before_last_backward=before_last_backward)
         return outcomes
 
     def _schedule_of(self, spec: str | ScheduleSpec, num_microbatches: int) -> Schedule:
         """Give one and the same object for equal arguments: the executor knows it again."""
         key = spec, num_microbatches
         if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(spec, self.num_stages, num_microbatches)
+            if isinstance(spec, str) and self.num_stages > self.layout.num_stages:
+                planned = self._make_schedule(self._schedule, self.num_stages, num_microbatches)
+                self._schedules[key] = forwards_first(planned, spec, with_backwards=spec != "forward_only")
+            else:
+                self._schedules[key] = self._make_schedule(spec, self.num_stages, num_microbatches)
         return self._schedules[key]
 
     def _refuse_sliced_batch_norm(self, spec: str | ScheduleSpec) -> None:

@@ -88,6 +88,14 @@ class Transport(Protocol):
         """Bytes sent so far, to the next rank (activations) and to the previous one (gradients)."""
         ...
 
+    def close_circle(self) -> None:
+        """Connect the last rank to the first one as well: each runs several stages.
+
+        Raises:
+            PlanError: These connections cannot do that.
+        """
+        ...
+
     def begin_step(self, plan: StepPlan) -> None:
         """Prepare for a step; receives may be posted from here on.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_autopipe.core.schedule import ActionType, Schedule
+from lightning_autopipe.core.schedule import Action, ActionType, Schedule
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 
 Unit = tuple[int, "int | None"]
@@ -53,3 +53,17 @@ def halve_no_single_samples(spec: str | ScheduleSpec, microbatch_sizes: Sequence
     # They get smaller, so that the last ones can all be halved or none of them.
     num_last = min(spec.num_sliced_last, num_microbatches - num_first) if microbatch_sizes[-1] > 1 else 0
     return replace(spec, num_sliced_first=num_first, num_sliced_last=num_last)
+
+
+def forwards_first(schedule: Schedule, name: str, *, with_backwards: bool) -> Schedule:
+    """Give a schedule of the same stages and ranks whose forwards all come first, without backwards if need be.
+
+    What a valid list leaves out, or does later than all else, nothing can wait for in a circle.
+    """
+
+    def of_rank(actions: Sequence[Action]) -> tuple[Action, ...]:
+        forwards = tuple(action for action in actions if action.type is ActionType.FORWARD)
+        backwards = tuple(action for action in actions if action.type is not ActionType.FORWARD)
+        return forwards + backwards if with_backwards else forwards
+
+    return replace(schedule, name=name, actions_by_rank=tuple(map(of_rank, schedule.actions_by_rank)))

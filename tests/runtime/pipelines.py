@@ -149,8 +149,10 @@ def fresh(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module)
 
 
-def apart(module: nn.Module, args: tuple[Any, ...], *, num_stages: int, num_microbatches: int) -> list[Pipeline]:
-    """Every stage on a module of its own that holds only its own parameters, as in processes of their own."""
+def apart(
+    module: nn.Module, args: tuple[Any, ...], *, num_stages: int, num_microbatches: int, schedule: str = "1f1b"
+) -> list[Pipeline]:
+    """Every rank on a module of its own that holds only its own parameters, as in processes of their own."""
     network = MemoryNetwork()
     layout = ParallelLayout(num_stages=num_stages)
     pipelines = []
@@ -169,6 +171,7 @@ def apart(module: nn.Module, args: tuple[Any, ...], *, num_stages: int, num_micr
             num_stages=num_stages,
             num_replicas=1,
             num_microbatches=num_microbatches,
+            schedule=schedule,
             module_fingerprint=pipeline.module_fingerprint,
         )
         pipeline.set_plan(plan)
@@ -177,14 +180,14 @@ def apart(module: nn.Module, args: tuple[Any, ...], *, num_stages: int, num_micr
     return pipelines
 
 
-def run_apart(pipelines: list[Pipeline], batch: Any, *, step: int = 0) -> Run:
+def run_apart(pipelines: list[Pipeline], batch: Any, *, step: int = 0, training: bool = True) -> Run:
     """One training step of stages that live apart, in turns; gradients of tied parameters are summed."""
     waiting = []
     outcomes = []
     for pipeline in pipelines:
         pipeline.module.zero_grad(set_to_none=True)
         with mock.patch.object(pipeline._executor, "run") as start:
-            outcomes.append(pipeline.run("training_step", (batch, 0), {}, training=True, step=step))
+            outcomes.append(pipeline.run("training_step", (batch, 0), {}, training=training, step=step))
         waiting.append(pipeline._executor.advance(*start.call_args.args))
     for _ in range(1000):
         waiting = [stage for stage in waiting if next(stage, None) is not None]
@@ -198,4 +201,4 @@ def run_apart(pipelines: list[Pipeline], batch: Any, *, step: int = 0) -> Run:
         for name, gradient in gradients(pipeline.module).items():
             summed[name] = summed[name] + gradient if name in summed else gradient
     total = weights.sum()
-    return Run((weights * losses).sum() / total, {n: g / total for n, g in summed.items()}, outcomes)
+    return Run((weights * losses)[weights > 0].sum() / total, {n: g / total for n, g in summed.items()}, outcomes)

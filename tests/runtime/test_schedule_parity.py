@@ -16,14 +16,16 @@ from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.core.schedule_spec import ScheduleSpec
 from lightning_autopipe.runtime.units import halve_no_single_samples, unit_sizes
 from tests.runtime.pipelines import (
+    apart,
     assert_close,
     assert_identical,
     halves,
     make_pipeline,
+    run_apart,
     run_pipelines,
     run_plain,
 )
-from tests.runtime.step_models import CausalLanguageModel, Chain, OwnPython, Unet
+from tests.runtime.step_models import CausalLanguageModel, Chain, GatedBlock, OwnPython, Unet
 
 NUM_SAMPLES = 7
 TIED = {"GPT-2": "network.transformer.wte.weight"}
@@ -85,6 +87,22 @@ def test_several_stages_a_rank(num_microbatches: int) -> None:
     first = run_pipelines([pipeline], [batch])
     pipeline._schedule = ScheduleSpec(name="interleaved_1f1b", stages_per_rank=2)
     assert_identical(run_pipelines([pipeline], [batch]), first)
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), [(2, "GPT-2"), (2, "own Python"), (3, "own Python")])
+def test_ranks_that_hold_the_parameters_of_their_stages_only(num_ranks: int, name: str) -> None:
+    module, batch = build(name)
+    plain = run_plain(module, batch)
+    if num_ranks == 3:
+        module.blocks.extend(GatedBlock(module.losses, OwnPython.WIDTH).double() for _ in range(4))
+        plain = run_plain(module, batch)
+    pipelines = apart(module, (batch, 0), num_stages=num_ranks, num_microbatches=4, schedule="interleaved_1f1b")
+    assert pipelines[0].num_stages == 2 * num_ranks
+    owned = [pipeline.owned_parameters(place) for place, pipeline in enumerate(pipelines)]
+    assert frozenset.union(*owned) == {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    assert_close(run_apart(pipelines, batch), plain)
+    with torch.no_grad():
+        torch.testing.assert_close(run_apart(pipelines, batch, training=False).loss, plain.loss, rtol=1e-10, atol=0)
 
 
 def mean_square(h: Tensor, batch: Any) -> dict[str, Tensor]:
