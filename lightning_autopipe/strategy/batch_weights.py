@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 import torch.distributed as dist
 
 from lightning_autopipe.runtime.errors import CommunicationError
+from lightning_autopipe.runtime.stage_step import StepOutcome
 from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.gradients import GradientLedger
 
 
 class BatchWeight:
@@ -43,3 +47,31 @@ class BatchWeight:
                     f"the weight of a batch could not be summed over all ranks: {error}"
                 ) from error
         return float(self._total.item())
+
+
+class WaitingBatches:
+    """Batches of a window whose gradients are set apart until their weight is known.
+
+    Args:
+        ledger: Of the gradients.
+        communicator: This rank's groups.
+        accumulated_batches: By which gradients are divided as well.
+    """
+
+    def __init__(self, ledger: GradientLedger, communicator: Communicator, accumulated_batches: int) -> None:
+        self._ledger = ledger
+        self._communicator = communicator
+        self._accumulated_batches = accumulated_batches
+        self._waiting: deque[tuple[StepOutcome, BatchWeight]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def set_apart(self, outcome: StepOutcome) -> None:
+        """Takes the gradients of a batch that has ended; adds those of batches whose weight is known by now."""
+        self._ledger.next_batch()
+        own = float(sum(outcome.weights)) if self._communicator.is_last_stage else 0.0
+        self._waiting.append((outcome, BatchWeight(own, self._communicator)))
+        while self._waiting and self._waiting[0][1].is_known:
+            known, weight = self._waiting.popleft()
+            self._ledger.add_oldest(known.gradient_divisor(weight.total()) * self._accumulated_batches)

@@ -7,10 +7,8 @@ import gc
 import logging
 import math
 import warnings
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -30,7 +28,7 @@ from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.runtime.stage_step import StepOutcome
 from lightning_autopipe.runtime.tied_parameters import TiedParameters
 from lightning_autopipe.runtime.window import StepCall
-from lightning_autopipe.strategy.batch_weights import BatchWeight
+from lightning_autopipe.strategy.batch_weights import WaitingBatches
 from lightning_autopipe.strategy.checkpoint import StateGatherer
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.environment import with_ties
@@ -263,7 +261,7 @@ class PipelineSession:
         scales = [self._loss_scale] * len(calls) if totals is None else [1 / total for total in totals]
         calls = [replace(one, loss_scale=scale) for one, scale in zip(calls, scales, strict=True)]
         is_apart = len(calls) > 1 and totals is None
-        waiting: deque[tuple[StepOutcome, BatchWeight]] = deque()
+        waiting = WaitingBatches(self._ledger, self.communicator, accumulated_batches)
         with (
             self._ledger.schedule(reduce=reduce and not is_apart) as before_last_backward,
             self._running(TRAINING_STEP),
@@ -275,7 +273,7 @@ class PipelineSession:
                 training=True,
                 before_last_backward=before_last_backward,
                 before_unit=self._select_batch,
-                after_batch=partial(self._set_apart, waiting, accumulated_batches) if is_apart else None,
+                after_batch=waiting.set_apart if is_apart else None,
             )
         results = self._exchange_window(outcomes)
         self._weights_are_samples = all(result.weights_are_samples for result in results)
@@ -295,18 +293,6 @@ class PipelineSession:
                 stacklevel=2,
             )
         return results[-1].output
-
-    def _set_apart(
-        self, waiting: deque[tuple[StepOutcome, BatchWeight]], accumulated_batches: int, outcome: StepOutcome
-    ) -> None:
-        """Keeps one batch's gradients until it is known what they are divided by; adds those for which it is."""
-        assert self._ledger is not None
-        self._ledger.next_batch()
-        own = float(sum(outcome.weights)) if self.communicator.is_last_stage else 0.0
-        waiting.append((outcome, BatchWeight(own, self.communicator)))
-        while waiting and waiting[0][1].is_known:
-            known, weight = waiting.popleft()
-            self._ledger.add_oldest(known.gradient_divisor(weight.total()) * accumulated_batches)
 
     def _total_samples(self, calls: Sequence[StepCall]) -> list[int]:
         """Of each batch over all replicas. Collective over replicas."""
