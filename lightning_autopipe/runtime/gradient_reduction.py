@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -49,17 +49,18 @@ class GradientReducer:
         self._expected: tuple[str, ...] = ()
         self._under_way: StepReduction | None = None
 
-    def arm(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def arm(self, parameters: Mapping[str, nn.Parameter], *, complete: Collection[str] = ()) -> None:
         """Sum buckets from now on as backward fills them; no gradient changes between that and `start`.
 
         Args:
             parameters: Those to be reduced, in the order in which a forward uses them.
+            complete: Names of those whose gradients this backward is not expected to change.
         """
         if self._is_alone(parameters):
             return
         self.disarm()
         self._under_way = self._begin(parameters)
-        self._under_way.watch(self._named_errors)
+        self._under_way.watch(self._named_errors, complete=complete)
 
     def disarm(self) -> None:
         """Give up what was begun: stop watching a backward that has failed, or forget sums that nobody asked for."""

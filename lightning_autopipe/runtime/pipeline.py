@@ -302,6 +302,13 @@ class Pipeline:
         position = {name: index for index, name in enumerate(self.store.owners)}
         return dict(sorted(named.items(), key=lambda item: position.get(item[0], len(position))))
 
+    def parameters_of_later_stages(self) -> frozenset[str]:
+        """Names of the parameters here that this place's first stage, whose backwards end last, does not use."""
+        if self.num_stages == self.layout.num_stages:
+            return frozenset()
+        own = self.owned_parameters(self.stage_index)
+        return frozenset(name for name in own if self.stage_index not in self.store.owners.get(name, ()))
+
     def owned_buffers(self, stage_index: int) -> frozenset[str]:
         """Names of the buffers that the step writes at this place; all others are equal everywhere."""
         names = (name for name, _ in self.module.named_buffers())

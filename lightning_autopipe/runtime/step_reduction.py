@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -66,11 +66,14 @@ class StepReduction:
 
     # While a backward runs -------------------------------------------------------
 
-    def watch(self, named_errors: Callable[[], AbstractContextManager[None]]) -> None:
+    def watch(
+        self, named_errors: Callable[[], AbstractContextManager[None]], *, complete: Collection[str] = ()
+    ) -> None:
         """Sum each bucket as soon as a backward has filled it and those before it.
 
         Args:
             named_errors: A context that gives errors of communication their name.
+            complete: Names of gradients that the backward is not expected to change.
         """
 
         def before(name: str, gradient: Tensor) -> Tensor | None:
@@ -86,6 +89,9 @@ class StepReduction:
                 self._hooks.append(parameter.register_hook(partial(before, name)))  # type: ignore[no-untyped-call]
                 handle = parameter.register_post_accumulate_grad_hook(partial(after, name))  # type: ignore[no-untyped-call]
                 self._hooks.append(handle)
+        with named_errors():
+            for name in complete:
+                self._note(name)
 
     def unwatch(self) -> None:
         """Leave backwards alone from now on."""

@@ -8,7 +8,7 @@ by the strategy's ``backward``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -30,6 +30,7 @@ class GradientLedger:
         parameters: This rank's own, by (first) name, in the order in which a forward uses them.
         replicas: Sums over the replicas of this stage; None where there is one.
         ties: Sums over the stages that share parameters; None where none are shared.
+        complete: Names of parameters whose gradients are there before the last backward: of a rank's other stages.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class GradientLedger:
         *,
         replicas: GradientReducer | None,
         ties: TiedParameters | None,
+        complete: Collection[str] = (),
     ) -> None:
         self._parameters = dict(parameters)
         self._replicas = replicas
         self._ties = ties
         self._untied = {name: p for name, p in self._parameters.items() if ties is None or name not in ties}
+        self._complete = [name for name in self._untied if name in complete]
         self._kept: dict[str, Tensor] = {}
         self._new: list[dict[str, Tensor]] = []
         self._is_new_reduced = False
@@ -64,7 +67,7 @@ class GradientLedger:
         self._is_new_reduced = reduce and not self._holds_unreduced
         replicas = self._replicas if self._is_new_reduced else None
         try:
-            yield None if replicas is None else partial(replicas.arm, self._untied)
+            yield None if replicas is None else partial(replicas.arm, self._untied, complete=self._complete)
             if replicas is not None:
                 replicas.start(self._untied)
         except BaseException:

@@ -206,7 +206,8 @@ class PipelineSession:
         self._uncounted = {
             id(parameter) for name, parameter in own.items() if self._ties and not self._ties.is_counted(name)
         }
-        self._ledger = GradientLedger(own, replicas=replicas, ties=self._ties)
+        complete = self.pipeline.parameters_of_later_stages()
+        self._ledger = GradientLedger(own, replicas=replicas, ties=self._ties, complete=complete)
 
     def _holders(self, name: str) -> tuple[int, ...]:
         stages = range(self.communicator.layout.num_stages)

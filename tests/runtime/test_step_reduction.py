@@ -195,6 +195,30 @@ def test_buckets_come_in_the_order_in_which_they_are_full() -> None:
     assert plan_buckets({}, 48) == []
 
 
+def sum_what_is_complete() -> tuple[int, dict[str, Tensor | None]]:
+    """How many sums begin before a backward that changes one of two layers; one of them changes against expectation."""
+    reducer = GradientReducer(dist.group.WORLD, name="everybody", bucket_bytes=4)
+    layers = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(3))
+    parameters = dict(layers.named_parameters())
+    x = torch.full((1, 2), 1.0 + dist.get_rank())
+    for step in range(2):
+        layers.zero_grad()
+        sum(layer(x) for layer in layers).sum().backward()
+        reducer.arm(parameters, complete=["1.weight", "2.weight"] if step else [])
+        (layers[0](x) + layers[1](x)).sum().backward()
+        num_early = reducer.num_early
+        reducer.reduce(parameters)
+    # Of the last reduction; the first one finds out what there is.
+    return reducer.num_early - num_early, gradients(layers)
+
+
+def test_what_a_backward_does_not_change_is_summed_at_once() -> None:
+    for num_early, summed in run_processes(2, sum_what_is_complete):
+        assert num_early == 3
+        for name, times in (("0.weight", 2), ("1.weight", 2), ("2.weight", 1)):
+            assert torch.equal(summed[name], torch.full((1, 2), times * 3.0)), name
+
+
 def lose_a_member() -> str:
     """Rank 1 ends in the middle of the backward; what rank 0 then says."""
     reducer = GradientReducer(dist.group.WORLD, name="everybody", bucket_bytes=4)

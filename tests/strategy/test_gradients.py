@@ -16,7 +16,7 @@ class TwoReplicas:
         self.num_armed = 0
         self._gradients: dict[str, Tensor] = {}
 
-    def arm(self, parameters: dict[str, nn.Parameter]) -> None:
+    def arm(self, parameters: dict[str, nn.Parameter], *, complete: list[str]) -> None:
         self.num_armed += 1
 
     def disarm(self) -> None:
