@@ -83,10 +83,15 @@ class P2PTransport:
                 "receive that is posted early hold up the sends behind it. Use more ranks, another schedule=, or "
                 "process_group_backend='gloo'"
             )
+        # As in `warm_up`, the two ends meet here, and not in the middle of a step.
         if num_ranks > 1 and Direction.FORWARD not in self._receivers:
             self._connect_previous()
+            self._receive_byte(Direction.FORWARD)
+            self._send_byte(Direction.BACKWARD)
         if num_ranks > 1 and Direction.FORWARD not in self._senders:
             self._connect_following()
+            self._send_byte(Direction.FORWARD)
+            self._receive_byte(Direction.BACKWARD)
 
     def _connect_previous(self) -> None:
         peer = self._stage_index - 1
@@ -129,27 +134,25 @@ class P2PTransport:
         Raises:
             CommunicationError: A neighbour cannot be reached.
         """
-        byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        specs = (TensorSpec.of(byte),)
-        before, behind = (Crossing(cut, _WARM_UP_INDEX) for cut in (self._stage_index - 1, self._stage_index))
-        for direction in Direction:  # one after the other: each is a chain
-            received, sent = (before, behind) if direction is Direction.FORWARD else (behind, before)
-            receiver, sender = self._receivers.get(direction), self._senders.get(direction)
-            if receiver is not None:
-                receiver.begin([(received,)], lambda crossing, wait: (specs, 1), window=1)
-            if sender is not None and self._stage_index == 0:
-                sender.send((sent,), [byte])  # in a circle somebody has to begin
-            if receiver is not None:
-                receiver.receive(received)
-            if sender is not None:
-                if self._stage_index > 0:
-                    sender.send((sent,), [byte])
-                sender.release(sent)
+        begins = self._stage_index == 0  # in a circle somebody has to
+        for direction in Direction:  # one after the other: each is a chain, or a circle
+            if begins and direction in self._senders:
+                self._send_byte(direction)
+            if direction in self._receivers:
+                self._receive_byte(direction)
+            if not begins and direction in self._senders:
+                self._send_byte(direction)
 
-    @property
-    def sent_bytes(self) -> tuple[int, int]:
-        forward, backward = (self._senders.get(direction) for direction in Direction)
-        return 0 if forward is None else forward.sent_bytes, 0 if backward is None else backward.sent_bytes
+    def _receive_byte(self, direction: Direction) -> None:
+        crossing = Crossing(self._stage_index - (direction is Direction.FORWARD), _WARM_UP_INDEX)
+        specs = (TensorSpec.of(torch.zeros(1, dtype=torch.uint8)),)
+        self._receivers[direction].begin([(crossing,)], lambda _, wait: (specs, 1), window=1)
+        self._receivers[direction].receive(crossing)
+
+    def _send_byte(self, direction: Direction) -> None:
+        crossing = Crossing(self._stage_index - (direction is Direction.BACKWARD), _WARM_UP_INDEX)
+        self._senders[direction].send((crossing,), [torch.zeros(1, dtype=torch.uint8, device=self._device)])
+        self._senders[direction].release(crossing)
 
     def begin_step(self, plan: StepPlan) -> None:
         if self._is_in_step:
