@@ -72,6 +72,9 @@ def make_plan(
     """
     if isinstance(schedule, str):
         schedule = _usual_spec(schedule, num_stages=num_stages, num_microbatches=num_microbatches)
+        if schedule.name == INTERLEAVED and not isinstance(partition, str):
+            num_cuts = len(partition.cut_points if isinstance(partition, Partition) else partition)
+            schedule = replace(schedule, stages_per_rank=max(2, (num_cuts + 1) // num_stages))
     layout = ParallelLayout(num_stages=num_stages, num_replicas=num_replicas)
     cost = CostModel(profile)
     if isinstance(partition, str):
@@ -80,7 +83,10 @@ def make_plan(
         )
     else:
         chosen = _given_partition(
-            partition, num_layers=profile.num_layers, num_stages=num_stages * schedule.stages_per_rank
+            partition,
+            num_layers=profile.num_layers,
+            num_ranks=num_stages,
+            stages_per_rank=schedule.stages_per_rank,
         )
     return PipelinePlan(
         module_fingerprint=module_fingerprint,
@@ -240,7 +246,9 @@ def _partition_by_rule(
     return choose_partition(setting, depths=depths).partition
 
 
-def _given_partition(partition: Partition | Sequence[int], *, num_layers: int, num_stages: int) -> Partition:
+def _given_partition(
+    partition: Partition | Sequence[int], *, num_layers: int, num_ranks: int, stages_per_rank: int
+) -> Partition:
     if not isinstance(partition, Partition):
         cut_points = tuple(partition)
         try:
@@ -252,10 +260,15 @@ def _given_partition(partition: Partition | Sequence[int], *, num_layers: int, n
             f"the partition is for {partition.num_layers} layers, but the module has {num_layers}; set "
             'partition="auto" or one made for this module'
         )
-    if partition.num_stages != num_stages:
+    if partition.num_stages != num_ranks * stages_per_rank:
+        wanted = f"num_stages is {num_ranks}"
+        way_out = f"or set num_stages={partition.num_stages}"
+        if stages_per_rank > 1:
+            wanted += f", each rank with {stages_per_rank}"
+            way_out = f"one fewer than a multiple of {num_ranks}"
         raise ConfigurationError(
-            f"partition={partition.cut_points} has {partition.num_stages} stages, but num_stages is {num_stages}; give "
-            f"{num_stages - 1} cut points, or set num_stages={partition.num_stages}"
+            f"partition={partition.cut_points} has {partition.num_stages} stages, but {wanted}; give "
+            f"{num_ranks * stages_per_rank - 1} cut points, {way_out}"
         )
     return partition
 

@@ -14,6 +14,7 @@ from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.schedules.catalog import TRAINING_SCHEDULES
+from lightning_autopipe.schedules.interleaved import NAME as INTERLEAVED
 
 Auto = Literal["auto"]
 
@@ -197,6 +198,8 @@ class StrategyOptions:
             raise ConfigurationError(f"cut_after must be a list of module paths or None; got {cuts!r}")
         if not (isinstance(self.partition, str) and self.partition == "auto"):
             raise ConfigurationError("cut_after and partition both say where the stages begin; set one of them")
+        if self.schedule == INTERLEAVED:
+            return  # each rank runs several
         if isinstance(self.num_stages, int) and self.num_stages != len(cuts) + 1:
             raise ConfigurationError(
                 f"cut_after names {len(cuts)} cuts, which make {len(cuts) + 1} stages, but num_stages is "

@@ -31,6 +31,7 @@ from lightning_autopipe.runtime.deferred_batch_norm import BatchNormStatistics
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.schedules import get_schedule
+from lightning_autopipe.schedules.interleaved import NAME as INTERLEAVED
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -120,7 +121,8 @@ def plan_pipeline(
         ConfigurationError: there are more stages than layers.
     """
     profile = pipeline.profile(step_name, args, kwargs, cut_after=options.cut_after or ())
-    if options.cut_after and len(options.cut_after) != communicator.layout.num_stages - 1:
+    takes_more = options.schedule == INTERLEAVED  # several stages a rank, any number of them
+    if options.cut_after and len(options.cut_after) != communicator.layout.num_stages - 1 and not takes_more:
         raise ConfigurationError(
             f"cut_after names {len(options.cut_after)} modules, which makes {len(options.cut_after) + 1} stages, but "
             f"there are {communicator.layout.num_stages}; name {communicator.layout.num_stages - 1}, or set num_stages="

@@ -76,8 +76,25 @@ def test_the_schedule_counts() -> None:
         ({"partition": [4]}, r"partition=\(4,\) does not fit the module: .*allowed are 1 to 3"),
         ({"partition": [1, 2]}, r"has 3 stages, but num_stages is 2; give 1 cut points, or set num_stages=3"),
         ({"partition": Partition(cut_points=(1,), num_layers=5)}, "for 5 layers, but the module has 4"),
+        (
+            {"partition": [1, 2], "schedule": "interleaved_1f1b"},
+            "has 3 stages, but num_stages is 2, each rank with 2; give 3 cut points, one fewer than a multiple of 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         planned(a_profile(1, 1, 1, 1), **changes)
+
+
+def test_several_stages_a_rank_are_as_many_as_the_cuts_say() -> None:
+    profile = a_profile(*[1] * 6)
+    even = planned(profile, schedule="interleaved_1f1b")
+    assert (even.schedule.stages_per_rank, even.partition.num_stages) == (2, 4)
+    given = planned(profile, schedule="interleaved_1f1b", partition=[1, 2, 3, 4, 5])
+    assert (given.schedule.stages_per_rank, given.stage_ranks(4)) == (3, given.stage_ranks(0))
+
+
+def test_slices_are_as_many_as_save_the_startup_of_even_stages() -> None:
+    spec = planned(a_profile(*[1] * 6), num_stages=6, num_microbatches=8, schedule="sliced_1f1b").schedule
+    assert (spec.num_sliced_first, spec.num_sliced_last) == (2, 2)
