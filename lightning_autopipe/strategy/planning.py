@@ -73,11 +73,15 @@ def make_pipeline(
         if groups is not None and has_replicas
         else None,
     )
+    transport = None
+    if groups is not None and has_neighbours:
+        transport = groups.transport(device)
+        transport.warm_up()
     return Pipeline(
         module,
         layout=communicator.layout,
         global_rank=communicator.global_rank,
-        transport=groups.transport(device) if groups is not None and has_neighbours else None,
+        transport=transport,
         num_microbatches=1,
         make_schedule=get_schedule,
         schedule="1f1b" if schedule == "auto" else schedule,
