@@ -154,6 +154,11 @@ class P2PTransport:
         self._senders[direction].send((crossing,), [torch.zeros(1, dtype=torch.uint8, device=self._device)])
         self._senders[direction].release(crossing)
 
+    @property
+    def sent_bytes(self) -> tuple[int, int]:
+        forward, backward = (self._senders.get(direction) for direction in Direction)
+        return 0 if forward is None else forward.sent_bytes, 0 if backward is None else backward.sent_bytes
+
     def begin_step(self, plan: StepPlan) -> None:
         if self._is_in_step:
             raise PipelineRuntimeError(
