@@ -181,7 +181,7 @@ def profile_row(
         device=target,
     )
     pipeline.profile(STEP, args, {})
-    capture = pipeline.capture_microbatch(STEP, args, {}, NUM_MICROBATCHES)
+    capture = pipeline.planned_step.capture_microbatch(STEP, args, {}, NUM_MICROBATCHES)
     capture.trace.layers = align_layers(capture.trace, capture.table, capture.layer_keys)
     step_s, layers_s, ratios = [], [], []
     for _ in range(5):

@@ -123,7 +123,7 @@ def run_case(name: str, rounds: int) -> dict[str, Any]:
     args = (batch, 0)
     pipeline = make_pipeline(module, stage_index=0, transport=None)
     profile = pipeline.profile(STEP, args, {})
-    capture = pipeline.capture_microbatch(STEP, args, {}, NUM_MICROBATCHES)
+    capture = pipeline.planned_step.capture_microbatch(STEP, args, {}, NUM_MICROBATCHES)
     capture.trace.layers = align_layers(capture.trace, capture.table, capture.layer_keys)
 
     def measure() -> tuple[LayerMeasurement, ...]:
@@ -264,7 +264,7 @@ def stage_peak_bytes(name: str, plan: PipelinePlan, stage_index: int, args: tupl
     pipeline.profile(STEP, args, {})
     pipeline.set_plan(plan)
     pipeline.place()
-    names = pipeline.owned_parameters(stage_index)
+    names = pipeline.ownership.owned_parameters(stage_index)
     own = {id(p): p for name, p in module.named_parameters() if name in names}.values()
     optimizer = torch.optim.AdamW(own)
     pipeline.run(STEP, args, {}, training=True, step=0)  # traces, which take memory once

@@ -122,11 +122,11 @@ class _MeasuringStrategy(AutoPipeStrategy):
         pipeline, options = self.session.pipeline, self.options
         pipeline.store.is_cut = True  # traced as a step of several stages is
         profile = pipeline.profile(TRAINING_STEP, args, kwargs, cut_after=options.cut_after or ())
-        batch_size = pipeline.batch_size(TRAINING_STEP, args, kwargs)
+        batch_size = pipeline.splitter.batch_size(TRAINING_STEP, args, kwargs)
         stages = min(self._stages_to_plan, profile.num_layers)
         number = self._microbatches or MICROBATCHES_PER_STAGE * stages
-        number = min(number, max(1, batch_size // pipeline.min_samples))
-        pipeline.split_into(TRAINING_STEP, args, kwargs, number)
+        number = min(number, max(1, batch_size // pipeline.splitter.min_samples))
+        pipeline.splitter.split_into(TRAINING_STEP, args, kwargs, number)
         optimizers = [whole.optimizer for whole in self.session.optimizers]
         measured = measured_profile(
             pipeline,
@@ -143,9 +143,9 @@ class _MeasuringStrategy(AutoPipeStrategy):
         return MeasuredStep(
             profile=replace(measured, module_fingerprint=pipeline.module_fingerprint),
             batch_size=batch_size,
-            min_samples=pipeline.min_samples,
+            min_samples=pipeline.splitter.min_samples,
             optimizer_state_ratio=optimizer_state_ratio(optimizers),
-            cuts=pipeline.cut_points_after if options.cut_after else None,
+            cuts=pipeline.planned_step.cut_points_after if options.cut_after else None,
             is_over_batch=options.loss_over == "batch",
         )
 

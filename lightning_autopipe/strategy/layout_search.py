@@ -164,11 +164,11 @@ def _trace(session: PipelineSession, args: tuple[Any, ...]) -> _TracedBatch:
     pipeline, options = session.pipeline, session.options
     num_stages = options.num_stages if isinstance(options.num_stages, int) else None
     profile = pipeline.profile(TRAINING_STEP, args, {}, cut_after=options.cut_after or (), min_stages=num_stages or 1)
-    batch_size = pipeline.batch_size(TRAINING_STEP, args, {})
+    batch_size = pipeline.splitter.batch_size(TRAINING_STEP, args, {})
     stages = num_stages or min(session.communicator.layout.world_size, profile.num_layers)
     wanted = MICROBATCHES_PER_STAGE * stages if options.num_microbatches == "auto" else options.num_microbatches
-    number = min(wanted, max(1, batch_size // pipeline.min_samples))
-    pipeline.split_into(TRAINING_STEP, args, {}, number)
+    number = min(wanted, max(1, batch_size // pipeline.splitter.min_samples))
+    pipeline.splitter.split_into(TRAINING_STEP, args, {}, number)
     return _TracedBatch(profile=profile, batch_size=batch_size, num_microbatches=number)
 
 
@@ -204,11 +204,11 @@ def _search(
         num_microbatches="auto" if options.num_microbatches == "auto" else traced.num_microbatches,
         schedule=options.schedule_name,
         # Batch normalization takes its statistics from what runs at a time.
-        kinds=tuple(kind for kind in OTHER_KINDS if pipeline.min_samples == 1 or kind != SLICED),
+        kinds=tuple(kind for kind in OTHER_KINDS if pipeline.splitter.min_samples == 1 or kind != SLICED),
         partition=options.partition if isinstance(options.partition, str) else "auto",
-        cuts=pipeline.cut_points_after if options.cut_after else options.given_cuts,
+        cuts=pipeline.planned_step.cut_points_after if options.cut_after else options.given_cuts,
         # Statistics of fewer are too noisy to be chosen without being asked for.
-        min_samples=float(min(_BATCH_NORM_SAMPLES, traced.batch_size) if pipeline.min_samples > 1 else 1),
+        min_samples=float(min(_BATCH_NORM_SAMPLES, traced.batch_size) if pipeline.splitter.min_samples > 1 else 1),
     )
     found = search(space)
     return plan_of(found, space, module_fingerprint=pipeline.module_fingerprint, devices=devices.devices)

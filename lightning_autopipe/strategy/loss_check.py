@@ -39,7 +39,7 @@ def check_loss(
     Raises:
         CaptureError: the two differ much.
     """
-    batch_size = pipeline.batch_size(step_name, args, kwargs)
+    batch_size = pipeline.splitter.batch_size(step_name, args, kwargs)
     if batch_size < 2:
         return
     num_parts = max(2, min(num_microbatches, batch_size // 2))

@@ -34,7 +34,8 @@ from lightning_autopipe.profiling.cache import ProfileCache, cache_folder
 from lightning_autopipe.profiling.sizes import affordable_splits, other_splits
 from lightning_autopipe.profiling.step_key import compute_dtype, measurement_key
 from lightning_autopipe.runtime.batch import microbatch_sizes
-from lightning_autopipe.runtime.pipeline import MicrobatchCapture, Pipeline
+from lightning_autopipe.runtime.pipeline import Pipeline
+from lightning_autopipe.runtime.planned_step import MicrobatchCapture
 from lightning_autopipe.strategy.communicator import Communicator
 
 OTHER_SIZES_FACTOR = 2.0
@@ -141,8 +142,8 @@ class _Measuring:
         def begin() -> _Member:
             nonlocal splits, size_in_use
             captures.append(self._capture(self._num_microbatches))
-            batch_size = self._pipeline.batch_size(self._step_name, self._args, self._kwargs)
-            least = self._pipeline.min_samples
+            batch_size = self._pipeline.splitter.batch_size(self._step_name, self._args, self._kwargs)
+            least = self._pipeline.splitter.min_samples
             size_in_use = microbatch_sizes(batch_size, self._num_microbatches, min_samples=least)[0]
             splits = other_splits(batch_size, self._num_microbatches, min_samples=least, sizes=sizes)
             key.update(
@@ -270,7 +271,9 @@ class _Measuring:
 
     def _capture(self, num_microbatches: int) -> MicrobatchCapture:
         with self._pipeline.silent():
-            capture = self._pipeline.capture_microbatch(self._step_name, self._args, self._kwargs, num_microbatches)
+            capture = self._pipeline.planned_step.capture_microbatch(
+                self._step_name, self._args, self._kwargs, num_microbatches
+            )
             capture.trace.layers = align_layers(capture.trace, capture.table, capture.layer_keys)
         return capture
 

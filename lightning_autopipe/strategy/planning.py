@@ -132,7 +132,7 @@ def plan_pipeline(
             f"there are {communicator.layout.num_stages}; name {communicator.layout.num_stages - 1}, or set num_stages="
             f"{len(options.cut_after) + 1} and start as many processes"
         )
-    batch_size = pipeline.batch_size(step_name, args, kwargs)
+    batch_size = pipeline.splitter.batch_size(step_name, args, kwargs)
     if step_name == "training_step" and communicator.global_rank == 0:
         _warn_of_unknown_weight(pipeline)
     layout = communicator.layout
@@ -152,12 +152,13 @@ def plan_pipeline(
             num_replicas=layout.num_replicas,
             num_microbatches=options.num_microbatches,
             world_size=layout.world_size,
-            batch_size=max(1, batch_size // pipeline.min_samples),
+            batch_size=max(1, batch_size // pipeline.splitter.min_samples),
         )
         is_chosen = options.num_microbatches != "auto" or options.deferred_batch_norm is True
         if not is_chosen and sizes.num_microbatches > 1 and communicator.global_rank == 0:
             warn_of_batch_norm(pipeline.module, sizes.num_microbatches)
-        pipeline.split_into(step_name, args, kwargs, sizes.num_microbatches)  # says on every rank why it cannot be done
+        # Says on every rank why it cannot be done.
+        pipeline.splitter.split_into(step_name, args, kwargs, sizes.num_microbatches)
         # With one stage there is nothing to balance, and an evaluation is planned again before a fit.
         is_worth_it = layout.num_stages > 1 and step_name == "training_step"
         if options.profile == "measured" or (options.profile == "auto" and is_worth_it):
@@ -180,7 +181,7 @@ def plan_pipeline(
             num_microbatches=sizes.num_microbatches,
             schedule=options.schedule_name,
             module_fingerprint=pipeline.module_fingerprint,
-            partition=pipeline.cut_points_after if options.cut_after else options.partition,
+            partition=pipeline.planned_step.cut_points_after if options.cut_after else options.partition,
             optimizer_state_ratio=optimizer_state_ratio(optimizers),
         )
     # Every rank has planned alike, or there is a reason to stop: ranks that cut at different places would hang.
@@ -295,7 +296,7 @@ def _peek(loader: Any) -> Any:
 
 
 def _warn_of_unknown_weight(pipeline: Pipeline) -> None:
-    loss = pipeline.unweighted_loss
+    loss = pipeline.planned_step.unweighted_loss
     if loss is not None:
         warnings.warn(
             f"{loss.name} in {loss.module_path or 'training_step'} ignores some targets, but training_step returns a "

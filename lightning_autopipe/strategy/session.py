@@ -152,7 +152,7 @@ class PipelineSession:
                 kwargs=kwargs,
                 optimizers=[whole.optimizer for whole in self.optimizers],
             )
-            batch_size = self.pipeline.batch_size(step_name, args, kwargs)
+            batch_size = self.pipeline.splitter.batch_size(step_name, args, kwargs)
         self.planned_step = step_name
         shares = self.current_plan.replica_microbatches or (1,) * self.communicator.layout.num_replicas
         self._note_total_weight(batch_size * sum(shares) / shares[0])  # the batch is replica 0's
@@ -184,7 +184,7 @@ class PipelineSession:
         self.is_ready = True
 
     def _prune_optimizers(self) -> None:
-        owned = self.pipeline.owned_parameters(self.communicator.stage_index)
+        owned = self.pipeline.ownership.owned_parameters(self.communicator.stage_index)
         for whole in self.optimizers:
             whole.prune(owned.__contains__)
 
@@ -202,16 +202,18 @@ class PipelineSession:
             if layout.num_replicas > 1:
                 name = f"the replicas of stage {self.communicator.stage_index}"
                 replicas = GradientReducer(self._groups.stage, name=name)
-        own = self.pipeline.in_order_of_use({name: p for name, p in self.module.named_parameters() if not is_absent(p)})
+        own = self.pipeline.ownership.in_order_of_use(
+            {name: p for name, p in self.module.named_parameters() if not is_absent(p)}
+        )
         self._uncounted = {
             id(parameter) for name, parameter in own.items() if self._ties and not self._ties.is_counted(name)
         }
-        complete = self.pipeline.parameters_of_later_stages()
+        complete = self.pipeline.ownership.parameters_of_later_stages(self.pipeline.stage_index)
         self._ledger = GradientLedger(own, replicas=replicas, ties=self._ties, complete=complete)
 
     def _holders(self, name: str) -> tuple[int, ...]:
         stages = range(self.communicator.layout.num_stages)
-        return tuple(stage for stage in stages if name in self.pipeline.owned_parameters(stage))
+        return tuple(stage for stage in stages if name in self.pipeline.ownership.owned_parameters(stage))
 
     def counts_in_norm(self, parameter: Tensor) -> bool:
         """Whether this stage counts a parameter in a norm over all stages: a tied one counts once."""
@@ -297,7 +299,7 @@ class PipelineSession:
 
     def _total_samples(self, calls: Sequence[StepCall]) -> list[int]:
         """Of each batch over all replicas. Collective over replicas."""
-        own = [self.pipeline.batch_size(TRAINING_STEP, call.args, call.kwargs) for call in calls]
+        own = [self.pipeline.splitter.batch_size(TRAINING_STEP, call.args, call.kwargs) for call in calls]
         return [sum(sizes) for sizes in zip(*self.communicator.gather_over_replicas(own), strict=True)]
 
     def _select_batch(self, position: int) -> None:
@@ -374,12 +376,12 @@ class PipelineSession:
         owners = {
             name: stage
             for stage in reversed(range(self.communicator.layout.num_stages))
-            for name in self.pipeline.owned_buffers(stage)
+            for name in self.pipeline.ownership.owned_buffers(stage)
         }
         return StateGatherer(
             self.module,
             self.communicator,
-            parameter_owner=self.pipeline.parameter_owner,
+            parameter_owner=self.pipeline.ownership.parameter_owner,
             buffer_owner=owners.get,
         )
 
@@ -398,7 +400,7 @@ class PipelineSession:
     def sync_written_buffers(self) -> None:
         """Gives every replica the buffers that replica 0's steps have written (running statistics)."""
         stage_index = self.communicator.stage_index
-        written = self.pipeline.owned_buffers(stage_index)
+        written = self.pipeline.ownership.owned_buffers(stage_index)
         broadcast_tensors(
             [buffer for name, buffer in self.module.named_buffers() if name in written],
             self.communicator.replica_group,

@@ -53,7 +53,7 @@ def verify_pipeline(
         CaptureError: the numbers differ by more than rounding; names the first value that does.
     """
     begin = time.perf_counter()
-    capture = pipeline.capture_microbatch(step_name, args, kwargs, plan.num_microbatches)
+    capture = pipeline.planned_step.capture_microbatch(step_name, args, kwargs, plan.num_microbatches)
     uncut, through_stages = (
         _run(pipeline.in_process(is_cut=is_cut), capture.trace, step_name, capture.args, capture.kwargs)
         for is_cut in (False, True)

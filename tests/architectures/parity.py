@@ -94,7 +94,7 @@ def difference(
 
 def _reason(pipeline: Pipeline, found: Traced, cut_points: Sequence[int], names: Iterable[str]) -> str:
     """Say which gradients are summed in another order at these cuts."""
-    stages = [pipeline.owned_parameters(stage_index) for stage_index in range(pipeline.num_stages)]
+    stages = [pipeline.ownership.owned_parameters(stage_index) for stage_index in range(pipeline.num_stages)]
     if all(sum(name in owned for owned in stages) > 1 for name in names):
         return "a weight used on several stages"
     for cut in (found.trace.layers[index].start for index in cut_points):

@@ -67,7 +67,7 @@ def make_pipeline(
         partition=partition,
     )
     pipeline.set_plan(plan)
-    pipeline._schedule = schedule  # also those that no strategy sets yet
+    pipeline.schedule.spec = schedule  # also those that no strategy sets yet
     return pipeline
 
 
@@ -186,9 +186,9 @@ def run_apart(pipelines: list[Pipeline], batch: Any, *, step: int = 0, training:
     outcomes = []
     for pipeline in pipelines:
         pipeline.module.zero_grad(set_to_none=True)
-        with mock.patch.object(pipeline._executor, "run") as start:
+        with mock.patch.object(pipeline.runner.executors[0], "run") as start:
             outcomes.append(pipeline.run("training_step", (batch, 0), {}, training=training, step=step))
-        waiting.append(pipeline._executor.advance(*start.call_args.args))
+        waiting.append(pipeline.runner.executors[0].advance(*start.call_args.args))
     for _ in range(1000):
         waiting = [stage for stage in waiting if next(stage, None) is not None]
         if not waiting:

@@ -164,9 +164,9 @@ def test_two_replicas_weigh_by_tokens() -> None:
 def test_a_loss_that_hides_ignored_targets_is_noticed(loss: Callable[..., Any], is_known: bool) -> None:
     module = Chain(loss).double()
     pipeline = make_pipeline(module, (rows(), 0), num_stages=2, num_microbatches=2)
-    assert (pipeline.unweighted_loss is None) == is_known
-    if pipeline.unweighted_loss is not None:
-        assert pipeline.unweighted_loss.name == "cross_entropy"
+    assert (pipeline.planned_step.unweighted_loss is None) == is_known
+    if pipeline.planned_step.unweighted_loss is not None:
+        assert pipeline.planned_step.unweighted_loss.name == "cross_entropy"
 
 
 def logs_its_value(loss: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def test_planning_changes_nothing() -> None:
 
     before = state()
     pipeline = make_pipeline(module, (batch, 0), num_stages=3, num_microbatches=2)
-    assert pipeline.batch_size("training_step", (batch, 0), {}) == 6
+    assert pipeline.splitter.batch_size("training_step", (batch, 0), {}) == 6
     after = state()
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new) if isinstance(old, Tensor) else old == new
@@ -235,10 +235,14 @@ def test_a_buffer_that_training_writes_is_read_where_it_lives(late: bool) -> Non
     module = Averaging(squares).double()
     pipelines = apart(module, (rows(4), 0), num_stages=3, num_microbatches=2)
     run_apart(pipelines, rows(4))
-    assert [pipeline.owned_buffers(index) for index, pipeline in enumerate(pipelines)] == [set(), {"average"}, set()]
+    assert [pipeline.ownership.owned_buffers(index) for index, pipeline in enumerate(pipelines)] == [
+        set(),
+        {"average"},
+        set(),
+    ]
     assert not pipelines[2].module.average.any()
     for pipeline in pipelines:
-        with torch.no_grad(), mock.patch.object(pipeline._executor, "run") as start:
+        with torch.no_grad(), mock.patch.object(pipeline.runner.executors[0], "run") as start:
             if late:
                 with pytest.raises(PlanError, match="validation_step"):
                     pipeline.run("validation_step", (rows(4), 0), {}, training=False, step=0)

@@ -48,7 +48,7 @@ def test_stages_apart_hold_the_module_once_and_train_like_it(model: type[nn.Modu
     tied = plain.network.lm_head.weight.nbytes if model is CausalLanguageModel else 0
     assert held == num_held_bytes(plain) + tied
     for pipeline in pipelines:
-        own = pipeline.owned_parameters(pipeline.stage_index)
+        own = pipeline.ownership.owned_parameters(pipeline.stage_index)
         for name, parameter in pipeline.module.named_parameters(remove_duplicate=False):
             assert is_absent(parameter) == (name not in own), name
     optimizers = [
@@ -162,7 +162,7 @@ def test_batch_norm_statistics_belong_to_their_stage() -> None:
     run_apart(pipelines, batch)
     found = set()
     for pipeline in pipelines:
-        for name in pipeline.owned_buffers(pipeline.stage_index):
+        for name in pipeline.ownership.owned_buffers(pipeline.stage_index):
             assert name not in found
             found.add(name)
             assert torch.equal(pipeline.module.get_buffer(name), plain.get_buffer(name)), name

@@ -66,7 +66,7 @@ def test_every_schedule_gives_the_same(name: str, num_replicas: int) -> None:
 
     def run(schedule: str | ScheduleSpec) -> Any:
         for pipeline in pipelines:
-            pipeline._schedule = schedule
+            pipeline.schedule.spec = schedule
         return run_pipelines(pipelines, batches)
 
     first = None
@@ -85,7 +85,7 @@ def test_several_stages_a_rank(num_microbatches: int) -> None:
     module, batch = build("own Python")
     pipeline = make_pipeline(module, (batch, 0), num_stages=4, num_microbatches=num_microbatches)
     first = run_pipelines([pipeline], [batch])
-    pipeline._schedule = ScheduleSpec(name="interleaved_1f1b", stages_per_rank=2)
+    pipeline.schedule.spec = ScheduleSpec(name="interleaved_1f1b", stages_per_rank=2)
     assert_identical(run_pipelines([pipeline], [batch]), first)
 
 
@@ -98,7 +98,7 @@ def test_ranks_that_hold_the_parameters_of_their_stages_only(num_ranks: int, nam
         plain = run_plain(module, batch)
     pipelines = apart(module, (batch, 0), num_stages=num_ranks, num_microbatches=4, schedule="interleaved_1f1b")
     assert pipelines[0].num_stages == 2 * num_ranks
-    owned = [pipeline.owned_parameters(place) for place, pipeline in enumerate(pipelines)]
+    owned = [pipeline.ownership.owned_parameters(place) for place, pipeline in enumerate(pipelines)]
     assert frozenset.union(*owned) == {name for name, _ in module.named_parameters(remove_duplicate=False)}
     assert_close(run_apart(pipelines, batch), plain)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def test_batches_of_any_size_are_sliced_as_far_as_they_can() -> None:
     torch.manual_seed(0)
     module = Chain(mean_square).double()
     pipeline = make_pipeline(module, (rows(12), 0), num_stages=3, num_microbatches=4)
-    pipeline._schedule = sliced(2, 1)
+    pipeline.schedule.spec = sliced(2, 1)
     for sizes in [(1,), (1,) * 3, (1, 1, 1, 1, 1), (2, 1, 1, 1, 2, 1, 1), (2, 1, 2, 1, 3, 2, 1)]:
         batch = rows(sum(sizes))
         run = run_pipelines([pipeline], [batch])
@@ -152,14 +152,14 @@ def test_dropout_does_not_depend_on_stages_or_recomputation() -> None:
     for schedule in ("1f1b", "zero_bubble", sliced(2), sliced(1, 1)):
         runs = []
         for pipeline in pipelines:
-            pipeline._schedule = schedule
+            pipeline.schedule.spec = schedule
             runs.append(run_pipelines([pipeline], [batch]))
         for run in runs[1:]:
             assert_identical(run, runs[0])
         whole.append(runs[0])
     assert_identical(whole[1], whole[0])
     alike = {"x": torch.ones(8, 4, dtype=torch.float64)}
-    pipelines[0]._schedule = sliced(4)
+    pipelines[0].schedule.spec = sliced(4)
     losses = run_pipelines([pipelines[0]], [alike]).outcomes[0].losses
     assert len(set(map(float, losses))) == len(losses) == 8  # halves draw by themselves
 
@@ -217,7 +217,7 @@ def test_a_recomputed_embedding_has_its_gradient(use_reentrant: bool, schedule: 
     plain = run_plain(reference, batch)
     assert plain.gradients["embedding.weight"].abs().sum() > 0
     pipeline = make_pipeline(module, (batch, 0), num_stages=2, num_microbatches=3)
-    pipeline._schedule = schedule
+    pipeline.schedule.spec = schedule
     assert_close(run_pipelines([pipeline], [batch]), plain)
 
 
@@ -225,7 +225,7 @@ def test_batch_normalization_is_never_sliced() -> None:
     module = Unet().double()
     batch = module.batch(8)
     pipeline = make_pipeline(module, (batch, 0), num_stages=2, num_microbatches=2)
-    pipeline._schedule = sliced(1)
+    pipeline.schedule.spec = sliced(1)
     with pytest.raises(PlanError, match=r"1 \+ 0 sliced.*batch normalization"):
         run_pipelines([pipeline], [batch])
     module.eval()
