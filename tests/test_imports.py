@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cluster": ("core",),
     "profile_files": ("core",),
     "capture": ("core",),
-    "profiling": ("core", "capture"),
+    "profiling": ("core", "capture", "runtime"),
     "runtime": ("core", "schedules", "capture"),
     "visualization": ("core",),
     "strategy": LOWER_LAYERS,

@@ -16,7 +16,7 @@ from lightning_autopipe.core.schedule_spec import ScheduleSpec
 if TYPE_CHECKING:
     from lightning_autopipe.core.plan import PipelinePlan
 
-TIMES = ("forward_s", "backward_s", "backward_weight_s", "optimizer_s")
+TIMES = ("forward_s", "backward_s", "backward_weight_s", "backward_split_s", "optimizer_s")
 """Fields of `DeviceTimes` with a value for each layer."""
 
 

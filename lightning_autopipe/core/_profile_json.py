@@ -6,13 +6,13 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from lightning_autopipe.core import _json
-from lightning_autopipe.core._plan_json import read_layers
+from lightning_autopipe.core._plan_json import TIMES, read_layers
 from lightning_autopipe.core.profile_parts import CrossingValue, DeviceTimes, LayerBytes, SizedBytes
 
 if TYPE_CHECKING:
     from lightning_autopipe.core.profile import ModelProfile
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def profile_to_json(profile: ModelProfile) -> str:
@@ -32,12 +32,11 @@ def profile_fields_from_json(text: str, kind: type[ModelProfile]) -> dict[str, A
     document.setdefault("module_fingerprint", "")  # of profiles from elsewhere
     _json.check_keys("profile", document, tuple(field.name for field in fields(kind)))
     sized = enumerate(_json.read_list("other_sizes", document["other_sizes"]))
-    times = ("forward_s", "backward_s", "backward_weight_s", "optimizer_s")
     return {
         **document,
         "layers": read_layers("layers", document["layers"]),
         "values": _json.read_each("values", CrossingValue, document["values"]),
-        "times": _json.read_each("times", DeviceTimes, document["times"], tuples=times),
+        "times": _json.read_each("times", DeviceTimes, document["times"], tuples=TIMES),
         "other_sizes": tuple(_read_sized(f"other_sizes[{index}]", value) for index, value in sized),
     }
 

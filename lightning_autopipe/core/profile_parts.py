@@ -40,10 +40,12 @@ class LayerMeasurement(LayerBytes):
     """Seconds of its backward; 0 where nothing in it requires a gradient."""
     backward_weight_s: float = 0.0
     """The part of `backward_s` for the gradients of parameters; 0 where it has none, or was not measured apart."""
+    backward_split_s: float = 0.0
+    """What a backward in two parts takes more than a whole one."""
 
     def __post_init__(self) -> None:
         LayerBytes.__post_init__(self)  # slots make a new class, which super() does not know
-        for name in ("forward_s", "backward_s", "backward_weight_s"):
+        for name in ("forward_s", "backward_s", "backward_weight_s", "backward_split_s"):
             check_number("LayerMeasurement", name, getattr(self, name), error=PlanError)
         if self.backward_weight_s > self.backward_s:
             parts = f"backward_weight_s={self.backward_weight_s} is more than backward_s={self.backward_s}"
@@ -172,6 +174,8 @@ class DeviceTimes:
     """Seconds of each layer's whole backward."""
     backward_weight_s: tuple[float, ...] = ()
     """The part of `backward_s` for the gradients of parameters; empty where it was not measured apart."""
+    backward_split_s: tuple[float, ...] = ()
+    """What a backward in two parts takes more than a whole one; empty where it was not measured."""
     optimizer_s: tuple[float, ...] = ()
     """Seconds of each layer's optimizer step; empty where it was not measured."""
     dtype: str = ""
@@ -186,7 +190,7 @@ class DeviceTimes:
             raise PlanError(f"{owner}: dtype must be a string, got {self.dtype!r}")
         check_number(owner, "microbatch_size", self.microbatch_size, error=PlanError, exclusive=True)
         check_number(owner, "overhead_s", self.overhead_s, error=PlanError)
-        for name in ("forward_s", "backward_s", "backward_weight_s", "optimizer_s"):
+        for name in ("forward_s", "backward_s", "backward_weight_s", "backward_split_s", "optimizer_s"):
             times = getattr(self, name)
             if not isinstance(times, tuple):
                 raise PlanError(f"{owner}: {name} must be a tuple, got {type(times).__name__}")

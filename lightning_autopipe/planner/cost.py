@@ -27,6 +27,8 @@ class Work(Enum):
     """The part of the backward that the stage before waits for."""
     WEIGHT_GRADIENT = "weight gradient"
     """The rest of the backward."""
+    SPLIT = "split"
+    """What both parts take more than one backward."""
     RECOMPUTE = "recompute"
     """The forward again, in the backward."""
     OPTIMIZER = "optimizer"
@@ -199,10 +201,11 @@ class CostModel:
         whole = self._fitted(Work.BACKWARD, model, size)
         if work is Work.BACKWARD:
             return whole
-        weight = [share * seconds for share, seconds in zip(_weight_shares(tables, size), whole, strict=True)]
-        if work is Work.WEIGHT_GRADIENT:
-            return weight
-        return [seconds - part for seconds, part in zip(whole, weight, strict=True)]
+        shares = _shares(tables, size, "backward_split_s" if work is Work.SPLIT else "backward_weight_s")
+        part = [share * seconds for share, seconds in zip(shares, whole, strict=True)]
+        if work is not Work.INPUT_GRADIENT:
+            return part
+        return [seconds - weight for seconds, weight in zip(whole, part, strict=True)]
 
     def _fitted(self, work: Work, model: str, size: float) -> list[float]:
         if (model, work) not in self._fits:
@@ -254,36 +257,38 @@ def _own_times(profile: ModelProfile, measured: Sequence[LayerMeasurement]) -> D
     if measured:
         forward = [layer.forward_s for layer in measured]
         backward = [layer.backward_s for layer in measured]
-        weight = tuple(layer.backward_weight_s for layer in measured)
+        weight, split = zip(*((layer.backward_weight_s, layer.backward_split_s) for layer in measured), strict=True)
     else:
         forward = [layer.forward_flops for layer in profile.layers]
         if not any(forward):
             forward = [1.0] * profile.num_layers
         backward = [_BACKWARD_FLOPS * flops for flops in forward]
-        weight = ()
+        weight, split = (), ()
     return DeviceTimes(
         device_model="the profiled device",
         microbatch_size=profile.microbatch_size or 1.0,
         forward_s=tuple(forward),
         backward_s=tuple(backward),
         backward_weight_s=weight,
+        backward_split_s=split,
     )
 
 
-def _weight_shares(tables: Sequence[DeviceTimes], size: float) -> list[float]:
-    """Of each layer's backward the part for weights: on a line between sizes; 0 where it was not measured apart."""
+def _shares(tables: Sequence[DeviceTimes], size: float, column: str) -> list[float]:
+    """What each layer has in a column against its backward: on a line between sizes; 0 where it was not measured."""
     above = bisect_left([table.microbatch_size for table in tables], size)
     high = tables[above]
     if high.microbatch_size == size:
-        return _shares_of(high)
+        return _shares_of(high, column)
     low = tables[above - 1]
     part = (size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
-    return [(1 - part) * a + part * b for a, b in zip(_shares_of(low), _shares_of(high), strict=True)]
+    pairs = zip(_shares_of(low, column), _shares_of(high, column), strict=True)
+    return [(1 - part) * a + part * b for a, b in pairs]
 
 
-def _shares_of(table: DeviceTimes) -> list[float]:
-    weight = table.backward_weight_s or (0.0,) * len(table.backward_s)
-    return [part / whole if whole else 0.0 for part, whole in zip(weight, table.backward_s, strict=True)]
+def _shares_of(table: DeviceTimes, column: str) -> list[float]:
+    parts = getattr(table, column) or (0.0,) * len(table.backward_s)
+    return [part / whole if whole else 0.0 for part, whole in zip(parts, table.backward_s, strict=True)]
 
 
 def _bytes_at(size: float, known: Sequence[tuple[float, Sequence[LayerBytes]]], index: int) -> LayerBytes:

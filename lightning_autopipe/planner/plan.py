@@ -164,8 +164,8 @@ def _stash_sizes(work: StepWork) -> list[float]:
 
 def _layers_at(cost: CostModel, size: float) -> tuple[LayerProfile, ...]:
     """The layers with what they take for a micro-batch of some size."""
-    forward_s, backward_s, weight_s = (
-        _seconds_by_layer(cost, work, size) for work in (Work.FORWARD, Work.BACKWARD, Work.WEIGHT_GRADIENT)
+    forward_s, backward_s, weight_s, split_s = (
+        _seconds_by_layer(cost, work, size) for work in (Work.FORWARD, Work.BACKWARD, Work.WEIGHT_GRADIENT, Work.SPLIT)
     )
     sized = cost.layer_bytes(size)
     layers = []
@@ -180,6 +180,7 @@ def _layers_at(cost: CostModel, size: float) -> tuple[LayerProfile, ...]:
             forward_s=forward_s[index],
             backward_s=backward_s[index],
             backward_weight_s=weight_s[index],
+            backward_split_s=split_s[index],
         )
         layers.append(replace(layer, measured=measured))
     return tuple(layers)
@@ -198,6 +199,7 @@ def _times_at(cost: CostModel, best: Candidate, topology: ClusterTopology) -> tu
             forward_s=_seconds_by_layer(cost, Work.FORWARD, size, model),
             backward_s=_seconds_by_layer(cost, Work.BACKWARD, size, model),
             backward_weight_s=_seconds_by_layer(cost, Work.WEIGHT_GRADIENT, size, model),
+            backward_split_s=_seconds_by_layer(cost, Work.SPLIT, size, model),
             optimizer_s=_seconds_by_layer(cost, Work.OPTIMIZER, size, model),
             overhead_s=cost.overhead_s(device=_device_of(model), microbatch_size=size),
         )

@@ -145,6 +145,7 @@ def _repriced(plan: PipelinePlan, factors: Mapping[int, tuple[float, float]]) ->
                 forward_s=f * layer.measured.forward_s,
                 backward_s=b * layer.measured.backward_s,
                 backward_weight_s=b * layer.measured.backward_weight_s,
+                backward_split_s=b * layer.measured.backward_split_s,
             ),
         )
         for layer, f, b in zip(plan.layers, forward, backward, strict=True)
@@ -155,6 +156,7 @@ def _repriced(plan: PipelinePlan, factors: Mapping[int, tuple[float, float]]) ->
             forward_s=_scaled(table.forward_s, forward),
             backward_s=_scaled(table.backward_s, backward),
             backward_weight_s=_scaled(table.backward_weight_s, backward),
+            backward_split_s=_scaled(table.backward_split_s, backward),
         )
         for table in plan.times
     )

@@ -82,10 +82,10 @@ def _with_weight_gradients(
 ) -> StageWork:
     """A backward in two parts is one action more."""
     unit = work.units[0]
-    overhead_s = cost.overhead_s(device=device, microbatch_size=microbatch_size)
+    split_s = cost.action_s(Work.SPLIT, layers, device=device, microbatch_size=microbatch_size)
     split = replace(
         unit,
-        backward_s=unit.backward_s + overhead_s,
+        backward_s=unit.backward_s + split_s,
         backward_weight_s=cost.action_s(Work.WEIGHT_GRADIENT, layers, device=device, microbatch_size=microbatch_size),
     )
     return replace(work, units=(split, *work.units[1:]))

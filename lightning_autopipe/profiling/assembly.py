@@ -65,6 +65,7 @@ def _times(model: str, size: int, found: LayerFindings, in_use: LayerFindings, d
         forward_s=tuple(layer.forward_s for layer in layers),
         backward_s=tuple(layer.backward_s for layer in layers),
         backward_weight_s=tuple(layer.backward_weight_s for layer in layers),
+        backward_split_s=tuple(layer.backward_split_s for layer in layers),
         optimizer_s=() if costs is None else tuple(costs[index].seconds for index in range(len(layers))),
         dtype=dtype,
         overhead_s=found.overhead_s,

@@ -16,6 +16,7 @@ from lightning_autopipe.capture.program import StageProgram
 from lightning_autopipe.capture.replay import Replay
 from lightning_autopipe.core.errors import CaptureError
 from lightning_autopipe.profiling.stopwatch import Stopwatch
+from lightning_autopipe.runtime.split_backward import backward_of_leaves
 
 _KEY = DrawKey(seed=0, step=0, replica_index=0, microbatch_index=0)
 
@@ -66,17 +67,33 @@ class LayerRunner:
         output: LayerOutput,
         gradients: Sequence[Tensor | None],
         stopwatch: Stopwatch,
-        *,
-        inputs: Sequence[Tensor] | None = None,
     ) -> None:
-        """Back-propagate from the roots of an output; only to `inputs`, which were received, where they are given."""
+        """Back-propagate from the roots of an output."""
         roots = output.roots()
         if not roots:
             return
         with _without_autocast():
             stopwatch.start()
-            torch.autograd.backward(roots, list(gradients), inputs=inputs)
+            torch.autograd.backward(roots, list(gradients))
             stopwatch.stop()
+
+    def split_backward(
+        self,
+        output: LayerOutput,
+        gradients: Sequence[Tensor | None],
+        received: Sequence[Tensor],
+        stopwatches: tuple[Stopwatch, Stopwatch],
+    ) -> None:
+        """Back-propagate in two parts: to what was received, and then to the parameters."""
+        first, second = stopwatches
+        leaves = [tensor for tensor in received if tensor.requires_grad]
+        with _without_autocast():
+            first.start()
+            _, rest = backward_of_leaves(output.roots(), list(gradients), leaves)
+            first.stop()
+            second.start()
+            rest.run()
+            second.stop()
 
 
 class _LayerReplay(Replay):

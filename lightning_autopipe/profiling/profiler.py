@@ -202,42 +202,40 @@ class _GroupTimes:
     device: torch.device
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
-    input_s: list[float] = field(default_factory=list)
+    parts_s: list[tuple[float, float]] = field(default_factory=list)
+    """Of a backward in two parts."""
     around_s: list[float] = field(default_factory=list)
     """What forwards took besides the layer: reaching it through the step's own code, and leaving it."""
     round_s: float = 0.0
 
     def run(self) -> None:
-        """One forward with its whole backward, and one with as much as the layer before waits for."""
+        """One forward with its whole backward, and one with that in two parts."""
         begin = time.perf_counter()
-        self._run(self.backward_s)
+        self._run(is_split=False)
         if self.group.has_split_backward:
-            try:
-                self._run(self.input_s, only_inputs=True)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError:  # re-entrant checkpoints allow whole backwards only
-                self.group.has_split_backward = False
+            self._run(is_split=True)
         self.round_s = time.perf_counter() - begin
 
     def forget(self) -> None:
         """Drop what was measured so far: it was to warm up."""
-        for seconds in (self.forward_s, self.backward_s, self.input_s, self.around_s):
-            seconds.clear()
+        for taken in (self.forward_s, self.backward_s, self.parts_s, self.around_s):
+            taken.clear()
 
     def measurement(self) -> LayerMeasurement:
         """Medians, and bytes."""
         group = self.group
         backward_s = statistics.median(self.backward_s)
-        weight_s = 0.0
+        weight_s = split_s = 0.0
         if group.has_weight_gradients and not group.hands_gradients_back:
             weight_s = backward_s
         elif group.has_split_backward:
-            weight_s = max(0.0, backward_s - statistics.median(self.input_s))
+            weight_s = min(backward_s, statistics.median(second_s for _, second_s in self.parts_s))
+            split_s = max(0.0, statistics.median(map(sum, self.parts_s)) - backward_s)
         return LayerMeasurement(
             forward_s=statistics.median(self.forward_s),
             backward_s=backward_s,
             backward_weight_s=weight_s,
+            backward_split_s=split_s,
             activation_bytes=group.activation_bytes,
             received_kept_bytes=group.received_kept_bytes,
             sent_kept_bytes=group.sent_kept_bytes,
@@ -246,7 +244,7 @@ class _GroupTimes:
             gradient_bytes=sum(spec.num_bytes for spec in group.sent if spec.requires_grad),
         )
 
-    def _run(self, backward_s: list[float], *, only_inputs: bool = False) -> None:
+    def _run(self, *, is_split: bool) -> None:
         group = self.group
         received = group.sample_received(self.device)
         gradients = group.sample_gradients(self.device)
@@ -257,7 +255,11 @@ class _GroupTimes:
         forward_s = forward.elapsed_s()
         # A device works on while the host goes through the step.
         self.around_s.append(max(0.0, Stopwatch.host_clock() - begin - forward_s) if self.device.type == "cpu" else 0.0)
-        inputs = [tensor for tensor in received if tensor.requires_grad] if only_inputs else None
-        group.runner.backward(output, gradients, backward, inputs=inputs)
         self.forward_s.append(forward_s)
-        backward_s.append(backward.elapsed_s() if group.root_specs else 0.0)
+        if is_split:
+            rest = Stopwatch(self.device)
+            group.runner.split_backward(output, gradients, received, (backward, rest))
+            self.parts_s.append((backward.elapsed_s(), rest.elapsed_s()))
+            return
+        group.runner.backward(output, gradients, backward)
+        self.backward_s.append(backward.elapsed_s() if group.root_specs else 0.0)

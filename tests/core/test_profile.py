@@ -79,8 +79,8 @@ def test_a_profile_comes_back_from_its_file_equal(tmp_path: Path) -> None:
     [
         ("{", "not JSON"),
         ("[]", "expected a JSON object with the profile's fields, got list"),
-        ("{}", "schema_version is None, this version of lightning_autopipe reads 1; make the profile again"),
-        (edited("schema_version", 2), "schema_version is 2"),
+        ("{}", "schema_version is None, this version of lightning_autopipe reads 2; make the profile again"),
+        (edited("schema_version", 3), "schema_version is 3"),
         (edited("surprise", 1), r"unknown: \['surprise'\]"),
         (edited("values", ...), r"missing: \['values'\]"),
         (edited("layers", []), "layers is empty"),

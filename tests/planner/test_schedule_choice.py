@@ -17,7 +17,7 @@ STASH_BYTES = 1000
 """What each layer keeps of one sample."""
 
 
-def a_profile(num_layers: int, *, half: float = 0.5, weight: float = 0.0) -> ModelProfile:
+def a_profile(num_layers: int, *, half: float = 0.5, weight: float = 0.0, split: float = 0.0) -> ModelProfile:
     """Layers that take 1 s forward and 2 s backward for two samples, and a share ``half`` of that for one."""
     layer = LayerProfile(
         name="layer",
@@ -26,6 +26,7 @@ def a_profile(num_layers: int, *, half: float = 0.5, weight: float = 0.0) -> Mod
             forward_s=1.0,
             backward_s=2.0,
             backward_weight_s=weight,
+            backward_split_s=split,
             activation_bytes=2 * STASH_BYTES,
             peak_bytes=2 * STASH_BYTES,
             sent_bytes=0,
@@ -39,6 +40,7 @@ def a_profile(num_layers: int, *, half: float = 0.5, weight: float = 0.0) -> Mod
             forward_s=(share,) * num_layers,
             backward_s=(2 * share,) * num_layers,
             backward_weight_s=(weight * share,) * num_layers,
+            backward_split_s=(split * share,) * num_layers,
         )
         for size, share in ((1.0, half), (2.0, 1.0))
     )
@@ -107,6 +109,12 @@ def test_backwards_in_two_parts_fill_the_ending(num_microbatches: int, step_s: f
     best = found(profile, num_stages=8, num_microbatches=num_microbatches, kept=8, schedule="zero_bubble").best
     assert best.schedule.name == "zero_bubble"
     assert best.step_s <= step_s
+
+
+def test_backwards_are_whole_where_splitting_them_costs_more_than_it_saves() -> None:
+    options: dict[str, Any] = {"num_stages": 8, "num_microbatches": 16, "kept": 8, "kinds": ("zero_bubble",)}
+    assert found(a_profile(8, weight=1.0, split=0.1), **options).best.schedule.name == "zero_bubble"
+    assert found(a_profile(8, weight=1.0, split=0.8), **options).best.schedule.name == "1f1b"
 
 
 def test_several_stages_a_rank_make_the_ends_shorter_where_halves_are_dear() -> None:

@@ -16,6 +16,7 @@ from lightning_autopipe.profiling.findings import with_fixed_bytes
 from lightning_autopipe.profiling.layer_replay import LayerRunner
 from lightning_autopipe.profiling.optimizer_cost import optimizer_costs
 from lightning_autopipe.profiling.sizes import MAX_OTHER_SIZES, affordable_splits, other_splits
+from lightning_autopipe.runtime.split_backward import DeferredBackward
 from tests.profiling.models import SAMPLES, WIDTH, Crossings, Scale, Stack, features
 from tests.profiling.support import CPU, cut, profiled, share
 
@@ -48,14 +49,19 @@ class Slow(torch.autograd.Function):
 
 
 class SlowScale(nn.Module):
+    """Its backward takes so long for its input, and for its factor."""
+
     def __init__(self, input_s: float, factor_s: float) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(WIDTH))
-        self.seconds = input_s, factor_s
+        self.factor.register_hook(lambda gradient: self._spend(factor_s))
+        self.input_s = input_s
 
     def forward(self, hidden: Tensor) -> Tensor:
-        input_s, factor_s = self.seconds
-        return Slow.apply(hidden, input_s) * Slow.apply(self.factor, factor_s)
+        return Slow.apply(hidden, self.input_s) * self.factor
+
+    def _spend(self, seconds: float) -> None:
+        Slow.clock += seconds
 
 
 @pytest.fixture
@@ -77,6 +83,20 @@ def test_the_parts_of_a_backward_are_measured() -> None:
     assert (frozen.backward_s, frozen.backward_weight_s) == (2.0, 0.0)
     assert (other.backward_s, other.backward_weight_s) == (4.0, 1.0)
     assert (last.backward_s, last.backward_weight_s) == (0.0, 0.0)
+    assert all(layer.backward_split_s == 0 for layer in (first, both, frozen, other, last))
+
+
+@pytest.mark.usefixtures("clock")
+def test_what_two_parts_take_more_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = DeferredBackward.run
+
+    def run(self: DeferredBackward) -> None:
+        Slow.clock += 3.0
+        original(self)
+
+    monkeypatch.setattr(DeferredBackward, "run", run)
+    _, own, _ = profiled(Stack(SlowScale(2.0, 4.0)), features(), cuts=["blocks.0", "last"])[1]
+    assert (own.backward_s, own.backward_weight_s, own.backward_split_s) == (6.0, 6.0, 3.0)
 
 
 @pytest.mark.usefixtures("clock")
@@ -104,19 +124,15 @@ def test_gradients_of_the_rounds_are_dropped() -> None:
 def test_a_backward_that_runs_only_whole_has_one_part() -> None:
     _, own, last = profiled(Stack(Checkpointed()), features(), cuts=["blocks.0", "last"])[1]
     assert own.backward_s > 0
-    assert own.backward_weight_s == 0
+    assert own.backward_weight_s < 0.1 * own.backward_s
     assert last.backward_weight_s <= last.backward_s
 
 
 def test_without_room_a_split_backward_is_no_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LayerRunner.backward
+    def split_backward(*args: Any) -> None:
+        raise torch.OutOfMemoryError("no room")
 
-    def backward(self: LayerRunner, *args: Any, inputs: Any = None) -> None:
-        if inputs is not None:
-            raise torch.OutOfMemoryError("no room")
-        original(self, *args)
-
-    monkeypatch.setattr(LayerRunner, "backward", backward)
+    monkeypatch.setattr(LayerRunner, "split_backward", split_backward)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         share(Stack(Scale()))
 
