@@ -80,9 +80,9 @@ class ByTurns(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         session: Any = trainer.strategy.session  # type: ignore[attr-defined]
-        self._watch = session.watch or self._watch
+        self._watch = session.training.watch or self._watch
         if batch_idx >= NUM_FIRST:
-            session.watch = self._watch if _is_watched(batch_idx) else None
+            session.training.watch = self._watch if _is_watched(batch_idx) else None
         self._begin = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(
@@ -94,7 +94,7 @@ class ByTurns(pl.Callback):
             self.cpu_s[_is_watched(batch_idx)].append(cpu_s)
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        trainer.strategy.session.watch = None  # type: ignore[attr-defined]
+        trainer.strategy.session.training.watch = None  # type: ignore[attr-defined]
 
 
 def fit(folder: str) -> tuple[dict[bool, list[float]], dict[bool, list[float]]]:

@@ -25,7 +25,7 @@ from lightning_autopipe.planner.sizes import MICROBATCHES_PER_STAGE
 from lightning_autopipe.profiling import optimizer_state_ratio
 from lightning_autopipe.strategy import AutoPipeStrategy
 from lightning_autopipe.strategy.measuring import measured_profile
-from lightning_autopipe.strategy.session import TRAINING_STEP
+from lightning_autopipe.strategy.training_steps import TRAINING_STEP
 
 _DECIDED_HERE = (
     "num_stages",
@@ -115,7 +115,7 @@ class _MeasuringStrategy(AutoPipeStrategy):
         self._stages_to_plan, self._microbatches = num_stages, microbatches
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context(), self.session.planning(TRAINING_STEP):
+        with self.precision_plugin.train_step_context(), self.session.running_step.planning(TRAINING_STEP):
             raise _MeasuredError(self._measured(args, kwargs))
 
     def _measured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MeasuredStep:
@@ -127,7 +127,7 @@ class _MeasuringStrategy(AutoPipeStrategy):
         number = self._microbatches or MICROBATCHES_PER_STAGE * stages
         number = min(number, max(1, batch_size // pipeline.splitter.min_samples))
         pipeline.splitter.split_into(TRAINING_STEP, args, kwargs, number)
-        optimizers = [whole.optimizer for whole in self.session.optimizers]
+        optimizers = [whole.optimizer for whole in self.session.placed_module.optimizers]
         measured = measured_profile(
             pipeline,
             profile,

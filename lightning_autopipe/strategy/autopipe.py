@@ -27,7 +27,7 @@ from lightning_autopipe.strategy.planning import first_training_arguments, in_tr
 from lightning_autopipe.strategy.predictions import silence_writers, unsilence_writers
 from lightning_autopipe.strategy.refusals import refuse_other_namespace
 from lightning_autopipe.strategy.replica_shares import dealt
-from lightning_autopipe.strategy.session import TRAINING_STEP
+from lightning_autopipe.strategy.training_steps import TRAINING_STEP
 from lightning_autopipe.strategy.watching import make_watch
 
 
@@ -200,11 +200,11 @@ class AutoPipeStrategy(ModuleStrategy):
         self._make_ready(TRAINING_STEP, args, kwargs)
         session = self.session
         call = StepCall(args=args, kwargs=kwargs, step=self.trainer.fit_loop.epoch_loop.total_batch_idx)
-        if self._is_accumulating and session.can_store:
-            return session.store(call)
+        if self._is_accumulating and session.training.can_store:
+            return session.training.store(call)
         with self.naming_first_error(), self.precision_plugin.train_step_context():
             self._watch_step()
-            return session.run_training_step(
+            return session.training.run(
                 call,
                 reduce=not self._is_accumulating,
                 accumulated_batches=self.trainer.accumulate_grad_batches,
@@ -264,10 +264,10 @@ class AutoPipeStrategy(ModuleStrategy):
         session = self.session
         if self._is_first_step:
             self._is_first_step = False
-            session.watch = make_watch(self.trainer, session, self.options, self._planned_cluster)
-        if session.watch is not None:
-            session.watch.begin_step()
-            session.pipeline.observer = session.watch.recorder
+            session.training.watch = make_watch(self.trainer, session, self.options, self._planned_cluster)
+        if session.training.watch is not None:
+            session.training.watch.begin_step()
+            session.pipeline.observer = session.training.watch.recorder
 
     # Hooks --------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class AutoPipeStrategy(ModuleStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._resumed_random_state = None
         if batch_idx == 0:
-            self.session.forget_stored()  # of an epoch that was ended in the middle of a window
+            self.session.training.forget_stored()  # of an epoch that was ended in the middle of a window
         assert self._termination is not None
         try:
             self._termination.follow(self.any_rank)
@@ -288,7 +288,7 @@ class AutoPipeStrategy(ModuleStrategy):
             raise
 
     def on_train_end(self) -> None:
-        watch = self.session.watch
+        watch = self.session.training.watch
         if watch is not None:
             with self.naming_first_error():
                 watch.end()
@@ -309,4 +309,4 @@ class AutoPipeStrategy(ModuleStrategy):
 
     def _sync_buffers(self) -> None:
         if self.session.planned_step is not None:
-            self.session.sync_written_buffers()
+            self.session.placed_module.sync_written_buffers()

@@ -30,7 +30,8 @@ from lightning_autopipe.strategy.data_state import preserved_data_state
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.planning import first_training_arguments, warn_of_batch_norm
-from lightning_autopipe.strategy.session import TRAINING_STEP, PipelineSession
+from lightning_autopipe.strategy.session import PipelineSession
+from lightning_autopipe.strategy.training_steps import TRAINING_STEP
 
 
 def leaves_something_open(options: StrategyOptions, *, world_size: int, num_nodes: int) -> bool:
@@ -110,7 +111,7 @@ def search_plan(
     """
     communicator = session.communicator
     args = communicator.broadcast_in_world(args)
-    with session.planning(TRAINING_STEP):
+    with session.running_step.planning(TRAINING_STEP):
         traced: _TracedBatch | None = None
         problem = ""
         try:

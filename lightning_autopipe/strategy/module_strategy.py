@@ -31,8 +31,8 @@ from lightning_autopipe.strategy.random_state import (
     resume_generators,
 )
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
-from lightning_autopipe.strategy.session import TRAINING_STEP
 from lightning_autopipe.strategy.termination import SharedTermination
+from lightning_autopipe.strategy.training_steps import TRAINING_STEP
 
 
 class ModuleStrategy(PlanningStrategy):
@@ -60,14 +60,14 @@ class ModuleStrategy(PlanningStrategy):
         self._patches.install()
         self._termination = SharedTermination(trainer)
         self._termination.install()
-        self.session.metrics.install()
+        self.session.running_step.metrics.install()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._clipping = PipelineClipping(
             self.precision_plugin,
             module,
-            counts=self.session.counts_in_norm,
+            counts=self.session.training.counts_in_norm,
             is_in_step=lambda: self.is_in_step,
             communicator=self.communicator,
         )
@@ -78,7 +78,7 @@ class ModuleStrategy(PlanningStrategy):
         if known is not None and known.module is module and known.communicator is self._communicator:
             if self.trainer.state.fn == TrainerFn.FITTING and known.planned_step not in (None, TRAINING_STEP):
                 # Planned for an evaluation; training may use parameters that it does not.
-                known.gather_everywhere()
+                known.placed_module.gather_everywhere()
             else:
                 return
         else:
@@ -105,7 +105,7 @@ class ModuleStrategy(PlanningStrategy):
             if "multiple optimizers" in str(error):
                 raise explain_several_optimizers(self.lightning_module, error) from error
             raise
-        self.session.note_optimizers(self.optimizers)
+        self.session.placed_module.note_optimizers(self.optimizers)
 
     def model_to_device(self) -> None:
         """Nothing: parameters move once it is known which ones stay here."""
@@ -113,12 +113,12 @@ class ModuleStrategy(PlanningStrategy):
     def teardown(self) -> None:
         session = self._session
         if session is not None:
-            session.watch = session.pipeline.observer = None
+            session.training.watch = session.pipeline.observer = None
             if session.is_ready and self.options.gather_after_fit and not self.is_interrupted:
                 # Not only after a fit: an evaluation after it must not leave rank 0 with less.
-                session.gather_on_rank_zero()
+                session.placed_module.gather_on_rank_zero()
             session.end_run()
-            session.metrics.remove()
+            session.running_step.metrics.remove()
         if self._clipping is not None:
             self._clipping.remove()
         if self._patches is not None:
@@ -147,11 +147,11 @@ class ModuleStrategy(PlanningStrategy):
         """Adds the gradients that the schedule left; the hooks around a backward run as ever."""
         module = self.lightning_module
         assert module is not None
-        if self.session.has_stored:
+        if self.session.training.has_stored:
             return closure_loss  # of a batch that waits: there is nothing yet to add
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.session.commit_gradients(
+        self.session.training.commit_gradients(
             accumulated_batches=self.trainer.accumulate_grad_batches, reduce=not self._is_accumulating
         )
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
@@ -160,7 +160,7 @@ class ModuleStrategy(PlanningStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        watch = self.session.watch
+        watch = self.session.training.watch
         if watch is not None:
             watch.recorder.note_rest(StepEnd.OPTIMIZER)
         return result
@@ -168,13 +168,13 @@ class ModuleStrategy(PlanningStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of the optimizer on the whole module; complete on global rank 0."""
         session = self.session
-        whole = next(w for w in session.optimizers if w.optimizer is unwrapped(optimizer))
-        if self.is_interrupted or not session.is_placed:
+        whole = next(w for w in session.placed_module.optimizers if w.optimizer is unwrapped(optimizer))
+        if self.is_interrupted or not session.placed_module.is_placed:
             return whole.state_dict(whole.local_states())
-        return whole.state_dict(session.gatherer.gather_optimizer_states(whole))
+        return whole.state_dict(session.placed_module.gatherer.gather_optimizer_states(whole))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for whole, state in zip(self.session.optimizers, checkpoint["optimizer_states"], strict=True):
+        for whole, state in zip(self.session.placed_module.optimizers, checkpoint["optimizer_states"], strict=True):
             whole.load_state_dict(state)
         random_state = checkpoint.get(RANDOM_STATE)
         if random_state is not None:
@@ -198,8 +198,8 @@ class ModuleStrategy(PlanningStrategy):
         """The plain module's keys; on global rank 0 with all values."""
         session = self.session
         received: dict[str, Tensor] = {}
-        if session.is_placed and not self.is_interrupted:
-            received = session.gatherer.gather_tensors()
+        if session.placed_module.is_placed and not self.is_interrupted:
+            received = session.placed_module.gatherer.gather_tensors()
         return whole_state_dict(session.module, received)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -212,7 +212,7 @@ class ModuleStrategy(PlanningStrategy):
             )
         if not self.is_global_zero:
             return
-        if self.is_interrupted and self._session is not None and self._session.is_placed:
+        if self.is_interrupted and self._session is not None and self._session.placed_module.is_placed:
             rank_zero_warn(
                 f"no checkpoint is written to {os.fspath(filepath)!r}: an exception ended the run, and other stages "
                 "cannot be asked for their parameters any more. Resume from the last regular checkpoint"
@@ -229,7 +229,7 @@ class ModuleStrategy(PlanningStrategy):
         session, module = self._session, self.lightning_module
         assert module is not None
         if session is not None and session.module is module:
-            session.gather_everywhere()
+            session.placed_module.gather_everywhere()
         else:
             self._collect_parts(module)
         super().load_model_state_dict(checkpoint, strict=strict)

@@ -77,11 +77,11 @@ class PlanningStrategy(ProcessStrategy):
 
     @property
     def is_in_step(self) -> bool:
-        return self._session is not None and self._session.is_in_step
+        return self._session is not None and self._session.running_step.is_in_step
 
     @property
     def is_silent(self) -> bool:
-        return self._session is not None and self._session.is_silent
+        return self._session is not None and self._session.running_step.is_silent
 
     def _new_session(self, module: pl.LightningModule) -> PipelineSession:
         return PipelineSession(

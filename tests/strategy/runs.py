@@ -99,9 +99,10 @@ def _run(fit: Fit, strategy: Any, *, num_processes: int, num_replicas: int) -> R
     metrics = numbers(trainer.callback_metrics)
     num_reductions = 0
     if isinstance(strategy, AutoPipeStrategy):
-        ledger = strategy.session._ledger
-        assert ledger is not None
-        num_reductions = 0 if ledger._replicas is None else ledger._replicas.num_reductions
+        gradients = strategy.session.training.gradients
+        assert gradients is not None
+        replicas = gradients.ledger._replicas
+        num_reductions = 0 if replicas is None else replicas.num_reductions
     owned = {name: p.detach().clone() for name, p in module.named_parameters() if not is_absent(p)}
     after = fit.after(trainer, module) if fit.after else None
     return Report(values=owned, gradients=module.gradients, metrics=metrics, num_reductions=num_reductions, after=after)

@@ -68,7 +68,7 @@ class Watch(pl.Callback):
 
 def watched(trainer: Any, module: Any) -> Any:
     (watch,) = [callback for callback in trainer.callbacks if isinstance(callback, Watch)]
-    replicas = trainer.strategy.session._ledger._replicas
+    replicas = trainer.strategy.session.training.gradients.ledger._replicas
     return watch.losses, watch.logged, 0 if replicas is None else replicas.num_early
 
 

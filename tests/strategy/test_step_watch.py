@@ -270,7 +270,7 @@ def test_an_error_ends_the_watch_and_nothing_else(run: Watched, caplog: pytest.L
 
 def _without_observer(trainer: pl.Trainer, module: pl.LightningModule) -> Any:
     strategy: Any = trainer.strategy
-    return strategy.session.pipeline.observer, strategy.session.watch
+    return strategy.session.pipeline.observer, strategy.session.training.watch
 
 
 def test_a_fit_writes_a_trace_and_logs_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,7 +346,7 @@ def test_without_trace_and_measured_times_nobody_watches() -> None:
 
     class Look(pl.Callback):
         def on_train_batch_end(self, *args: Any) -> None:
-            seen.append((strategy.session.watch, strategy.session.pipeline.observer))
+            seen.append((strategy.session.training.watch, strategy.session.pipeline.observer))
 
     trainer = quiet_trainer(strategy, num_processes=1, max_steps=2, callbacks=[Look()])
     trainer.fit(seeded(MlpModule), datamodule=InOrder(regression_data(64), batch_size=8))
