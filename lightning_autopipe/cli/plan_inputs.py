@@ -15,6 +15,7 @@ from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.profile_files import load_profile
 from lightning_autopipe.profile_files.load import UNNAMED_DEVICE
 from lightning_autopipe.schedules.gpipe import NAME as GPIPE
+from lightning_autopipe.schedules.sliced import NAME as SLICED
 
 Auto = Literal["auto"]
 
@@ -106,9 +107,8 @@ def costs_of_recipe(arguments: argparse.Namespace, topology: ClusterTopology) ->
         arguments.recipe,
         arguments.overrides,
         num_stages=topology.world_size if stages == "auto" else whole_number("stages", stages),
-        num_microbatches=None
-        if microbatches == "auto" or arguments.slices
-        else whole_number("microbatches", microbatches),
+        num_microbatches=None if microbatches == "auto" else whole_number("microbatches", microbatches),
+        with_halves=arguments.slices and arguments.schedule in ("auto", SLICED),
     )
     return Costs(
         profile=step.profile,

@@ -23,6 +23,7 @@ from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.planner.sizes import MICROBATCHES_PER_STAGE
 from lightning_autopipe.profiling import optimizer_state_ratio
+from lightning_autopipe.profiling.sizes import half_size
 from lightning_autopipe.strategy import AutoPipeStrategy
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.training_steps import TRAINING_STEP
@@ -57,7 +58,7 @@ class MeasuredStep:
 
 
 def measure_recipe(
-    name: str, overrides: Sequence[str], *, num_stages: int, num_microbatches: int | None
+    name: str, overrides: Sequence[str], *, num_stages: int, num_microbatches: int | None, with_halves: bool
 ) -> MeasuredStep:
     """Reads a recipe's first batch, traces its training step on it and measures the layers; nothing is trained.
 
@@ -66,13 +67,14 @@ def measure_recipe(
         overrides: of the recipes' config, as ``python -m recipes.train`` takes them.
         num_stages: that may be planned; decides around which size of micro-batch others are measured.
         num_microbatches: whose size is to be measured and no other; None: several sizes are.
+        with_halves: whether half of that size is measured, too.
 
     Raises:
         ConfigurationError: there are no recipes here, or the config is wrong.
         AutoPipeError: the step cannot be traced, split or measured.
     """
     cfg = _composed(_config_folder(), name, overrides)
-    strategy = _MeasuringStrategy(num_stages, num_microbatches, **_strategy_options(cfg))
+    strategy = _MeasuringStrategy(num_stages, num_microbatches, with_halves, **_strategy_options(cfg))
     try:
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
         data = instantiate(cfg.data, _convert_="all")
@@ -110,9 +112,9 @@ class _MeasuredError(Exception):
 class _MeasuringStrategy(AutoPipeStrategy):
     """Measures the first training step in place of running it."""
 
-    def __init__(self, num_stages: int, microbatches: int | None, **options: Any) -> None:
+    def __init__(self, num_stages: int, microbatches: int | None, with_halves: bool, **options: Any) -> None:
         super().__init__(**options)
-        self._stages_to_plan, self._microbatches = num_stages, microbatches
+        self._stages_to_plan, self._microbatches, self._with_halves = num_stages, microbatches, with_halves
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.train_step_context(), self.session.running_step.planning(TRAINING_STEP):
@@ -127,6 +129,7 @@ class _MeasuringStrategy(AutoPipeStrategy):
         number = self._microbatches or MICROBATCHES_PER_STAGE * stages
         number = min(number, max(1, batch_size // pipeline.splitter.min_samples))
         pipeline.splitter.split_into(TRAINING_STEP, args, kwargs, number)
+        halves = half_size(batch_size, number) if self._with_halves else []
         optimizers = [whole.optimizer for whole in self.session.placed_module.optimizers]
         measured = measured_profile(
             pipeline,
@@ -137,7 +140,7 @@ class _MeasuringStrategy(AutoPipeStrategy):
             kwargs=kwargs,
             num_microbatches=number,
             may_fail=False,
-            sizes=None if self._microbatches is None else (),
+            sizes=None if self._microbatches is None else halves,
             optimizers=optimizers,
         )
         return MeasuredStep(

@@ -35,6 +35,12 @@ def other_splits(
     return found
 
 
+def half_size(batch_size: int, num_microbatches: int) -> list[int]:
+    """Give the samples of half a micro-batch, for schedules that slice; none where one sample is all."""
+    half = -(-batch_size // num_microbatches) // 2
+    return [half] if half else []
+
+
 def affordable_splits(
     splits: Mapping[int, int], *, least_s: float, size_in_use: int, budget_s: float
 ) -> tuple[dict[int, int], list[int]]:

@@ -25,6 +25,7 @@ from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.schedule_choice import OTHER_KINDS
 from lightning_autopipe.planner.sizes import MICROBATCHES_PER_STAGE
 from lightning_autopipe.profiling import ProfilingError
+from lightning_autopipe.profiling.sizes import half_size
 from lightning_autopipe.schedules.sliced import NAME as SLICED
 from lightning_autopipe.strategy.data_state import preserved_data_state
 from lightning_autopipe.strategy.measuring import measured_profile
@@ -131,7 +132,7 @@ def search_plan(
                 kwargs={},
                 num_microbatches=traced.num_microbatches,
                 may_fail=False,
-                sizes=None if session.options.num_microbatches == "auto" else (),
+                sizes=None if session.options.num_microbatches == "auto" else _halves(session, traced),
                 optimizers=_assumed_optimizers(session.module),
             )
         except ProfilingError as error:  # the first batch is planned by counted operations then
@@ -171,6 +172,12 @@ def _trace(session: PipelineSession, args: tuple[Any, ...]) -> _TracedBatch:
     number = min(wanted, max(1, batch_size // pipeline.splitter.min_samples))
     pipeline.splitter.split_into(TRAINING_STEP, args, {}, number)
     return _TracedBatch(profile=profile, batch_size=batch_size, num_microbatches=number)
+
+
+def _halves(session: PipelineSession, traced: _TracedBatch) -> list[int]:
+    """The size of slices, where they may be chosen."""
+    may_slice = session.pipeline.splitter.min_samples == 1 and session.options.schedule in ("auto", SLICED)
+    return half_size(traced.batch_size, traced.num_microbatches) if may_slice else []
 
 
 def _assumed_optimizers(module: nn.Module) -> list[Optimizer]:

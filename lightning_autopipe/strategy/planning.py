@@ -26,12 +26,14 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.planner import make_plan, resolve_sizes
 from lightning_autopipe.profiling import optimizer_state_ratio
+from lightning_autopipe.profiling.sizes import half_size
 from lightning_autopipe.runtime.batch_norm_moments import ReplicaMoments
 from lightning_autopipe.runtime.deferred_batch_norm import BatchNormStatistics
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.schedules import get_schedule
 from lightning_autopipe.schedules.interleaved import NAME as INTERLEAVED
+from lightning_autopipe.schedules.sliced import NAME as SLICED
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.measuring import measured_profile
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -161,6 +163,7 @@ def plan_pipeline(
         pipeline.splitter.split_into(step_name, args, kwargs, sizes.num_microbatches)
         # With one stage there is nothing to balance, and an evaluation is planned again before a fit.
         is_worth_it = layout.num_stages > 1 and step_name == "training_step"
+        halves = half_size(batch_size, sizes.num_microbatches) if options.schedule == SLICED else []
         if options.profile == "measured" or (options.profile == "auto" and is_worth_it):
             profile = measured_profile(
                 pipeline,
@@ -171,7 +174,7 @@ def plan_pipeline(
                 kwargs=kwargs,
                 num_microbatches=sizes.num_microbatches,
                 may_fail=options.profile == "auto",
-                sizes=None if options.num_microbatches == "auto" else (),
+                sizes=None if options.num_microbatches == "auto" else halves,
                 optimizers=optimizers,
             )
         plan = make_plan(

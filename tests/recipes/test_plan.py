@@ -57,7 +57,7 @@ def test_a_plan_of_a_recipe_runs(
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
         monkeypatch.setenv(name, "1")  # set by the run in this process, and undone with it
     monkeypatch.chdir(tmp_path)
-    common = ["--devices", "2", "--stages", "2", "--microbatches", "2"]
+    common = ["--devices", "2", "--stages", "2", "--microbatches", "2", "--no-slices"]
     overrides = settings(tmp_path)
     assert main(["plan", "--recipe", "gpt2", *overrides, *common, "-o", "a.json", "--save-profile", "p.json"]) == 0
     output = capsys.readouterr()
@@ -80,10 +80,16 @@ def fit_by_plans(plan_files: list[str], overrides: list[str]) -> list[str | None
 
 
 @pytest.mark.parametrize(
-    ("options", "number", "sizes"), [([], 4, None), (["--microbatches", "2"], 2, ()), (["--stages", "1"], 4, None)]
+    ("options", "number", "sizes"),
+    [
+        ([], 4, None),
+        (["--microbatches", "2"], 2, [1]),
+        (["--microbatches", "2", "--no-slices"], 2, []),
+        (["--stages", "1"], 4, None),
+    ],
 )
 def test_several_sizes_are_measured_unless_the_number_is_given(
-    options: list[str], number: int, sizes: tuple[()] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], number: int, sizes: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Around four micro-batches a stage, at most the batch's samples."""
     found: dict[str, Any] = {}
