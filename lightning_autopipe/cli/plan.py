@@ -80,7 +80,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--equal-replicas",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="unlike numbers of micro-batches for replicas, and of replicas for stages; default: equal ones",
+        help="unlike numbers of replicas for stages, and of micro-batches for replicas (these run); default: equal",
     )
     output = parser.add_argument_group("output")
     output.add_argument("-o", "--output", metavar="FILE", help="write the plan (JSON)")
@@ -127,6 +127,8 @@ def _space(arguments: argparse.Namespace, costs: Costs, topology: ClusterTopolog
             raise ConfigurationError("--partition and the recipe's strategy.cut_after both say where stages begin")
         cuts = costs.cuts
     schedule = arguments.schedule
+    if schedule == SLICED and not arguments.slices:
+        raise ConfigurationError(f"--schedule {SLICED} slices micro-batches, and --no-slices forbids it; leave one out")
     if costs.schedule is not None:
         if schedule not in ("auto", costs.schedule):
             raise ConfigurationError(f"the recipe's loss_over='batch' needs --schedule {costs.schedule}")

@@ -25,6 +25,7 @@ from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
 from lightning_autopipe.schedules import SCHEDULES, draw_grid, get_schedule
 from lightning_autopipe.schedules.interleaved import NAME as INTERLEAVED
 from lightning_autopipe.schedules.sliced import NAME as SLICED
+from lightning_autopipe.schedules.zero_bubble import NAME as ZERO_BUBBLE
 from lightning_autopipe.visualization import timeline_table
 from lightning_autopipe.visualization.lanes import make_lanes
 
@@ -58,7 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "stage does what.",
     )
     parser.add_argument("plan", nargs="?", metavar="PLAN", help="a plan's JSON file; or leave it out and give:")
-    parser.add_argument("--stages", metavar="N", help="number of stages")
+    parser.add_argument("--stages", metavar="N", help="number of stages, all ranks' together")
     parser.add_argument("--microbatches", metavar="M", help="number of micro-batches")
     parser.add_argument("--forward", metavar="MS", help="milliseconds of a forward; or one number a stage, 10,12,11")
     parser.add_argument("--backward", metavar="MS", help="the same of a backward; default: twice the forward")
@@ -66,7 +67,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(SCHEDULES)}; default: 1f1b")
     parser.add_argument("--depths", metavar="W,W,…", help="depth of the warm-up of each stage")
     parser.add_argument("--sliced", metavar="K[,K]", help="micro-batches in halves, first and last; default: 1,0")
-    parser.add_argument("--stages-per-rank", metavar="N", help="of the stages, those of each rank (interleaved_1f1b)")
+    parser.add_argument("--stages-per-rank", metavar="N", help="those of each rank (interleaved_1f1b); default: 2")
     parser.add_argument("--transfer", metavar="MS", help="milliseconds of each message between stages; default: 0")
     parser.add_argument("--optimizer", metavar="MS", help="milliseconds of the optimizer; default: 0")
     parser.add_argument("--cluster", metavar="FILE", help="with a plan: a cluster file, or an example's name")
@@ -178,7 +179,11 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 def _schedule(arguments: argparse.Namespace, num_stages: int, num_microbatches: int) -> Schedule:
     name = arguments.schedule or "1f1b"
-    for option, schedule_name in (("sliced", SLICED), ("stages_per_rank", INTERLEAVED)):
+    for option, schedule_name in (
+        ("sliced", SLICED),
+        ("stages_per_rank", INTERLEAVED),
+        ("weight_gradients", ZERO_BUBBLE),
+    ):
         if getattr(arguments, option) is not None and name != schedule_name:
             raise ConfigurationError(
                 f"--{option.replace('_', '-')} goes with --schedule {schedule_name}, not with {name}"
@@ -192,12 +197,20 @@ def _schedule(arguments: argparse.Namespace, num_stages: int, num_microbatches: 
                 f"--sliced {num_first},{num_last} is more than the {num_microbatches} micro-batches; give fewer"
             )
     depths = arguments.depths.split(",") if arguments.depths is not None else ()
+    stages_per_rank = 1
+    if name == INTERLEAVED:
+        stages_per_rank = whole_number("stages-per-rank", arguments.stages_per_rank or "2")
+        if num_stages % stages_per_rank:
+            raise ConfigurationError(
+                f"--stages {num_stages} cannot go round ranks that run {stages_per_rank} each; give a multiple, or "
+                "another --stages-per-rank"
+            )
     spec = ScheduleSpec(
         name=name,
         depths=tuple(whole_number("depths", text, minimum=0) for text in depths),
         num_sliced_first=num_first,
         num_sliced_last=num_last,
-        stages_per_rank=whole_number("stages-per-rank", arguments.stages_per_rank or "1"),
+        stages_per_rank=stages_per_rank,
     )
     return get_schedule(spec, num_stages, num_microbatches)
 

@@ -214,7 +214,7 @@ class _Search:
             choice = choose_partition(setting, depths=plain_depths, effort=effort)
             plain_s = choice.step_s
         except ConfigurationError:
-            if space.schedule != "auto":
+            if space.schedule != "auto" or setting.num_stages == 1:
                 raise
         schedule = ScheduleSpec(name=GPIPE if space.schedule == GPIPE else ONE_F_ONE_B)
         if space.schedule == "auto" and setting.num_stages > 1:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.errors import ConfigurationError
-from lightning_autopipe.planner.cost import CostModel
+from lightning_autopipe.planner.cost import CostModel, Work
 from lightning_autopipe.planner.links import LinkNetwork
 from lightning_autopipe.planner.partition_rules import partition_by_rule
 from lightning_autopipe.planner.replica import Cuts
@@ -60,6 +60,8 @@ class SearchSpace:
     optimizer_state_ratio: float = 2.0
 
     def __post_init__(self) -> None:
+        if not any(any(self.cost.layers_s(work)) for work in (Work.FORWARD, Work.BACKWARD)):
+            raise ConfigurationError("all layers of the profile take 0 seconds: nothing can be compared; measure again")
         known = ("auto", ONE_F_ONE_B, GPIPE, *OTHER_KINDS)
         if self.schedule not in known:
             raise ConfigurationError(f"schedule={self.schedule!r} is not known; set one of {', '.join(known)}")

@@ -74,6 +74,19 @@ TRAINING_SCHEDULES: tuple[str, ...] = tuple(name for name in _MAKERS if name != 
 """Names that a user can set as ``schedule=``."""
 
 
+def check_trainable(spec: ScheduleSpec, num_stages: int, num_microbatches: int) -> None:
+    """Checks that a plan's schedule trains.
+
+    Raises:
+        ConfigurationError: it has no backwards, or cannot be written out (see `get_schedule`).
+    """
+    if spec.name not in TRAINING_SCHEDULES:
+        raise ConfigurationError(
+            f"schedule {spec.name!r} is none that trains; a plan has one of {', '.join(TRAINING_SCHEDULES)}"
+        )
+    get_schedule(spec, num_stages, num_microbatches)
+
+
 def get_schedule(spec: str | ScheduleSpec, num_stages: int, num_microbatches: int) -> Schedule:
     """The schedule that a name or a plan's spec means, not lowered.
 

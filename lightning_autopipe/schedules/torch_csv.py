@@ -49,26 +49,43 @@ def from_torch_csv(text: str, name: str = "csv") -> Schedule:
         PlanError: a cell is no computation, stages do not go round the ranks, or the schedule is invalid (see
             `validate`).
     """
-    rows = [[_computation(cell, row) for cell in cells if cell.strip()] for row, cells in _rows(text)]
+    try:
+        rows = _parsed(text)
+    except (csv.Error, TypeError, ValueError) as error:
+        raise PlanError(f"this is no CSV text of computations: {error}") from error
     actions = [action for row in rows for action in row]
     if not actions:
         raise PlanError("the CSV text has no computations; expected a row for each rank, as in '0F0,0F1,0B0,0B1'")
-    num_stages = 1 + max(action.stage_index for action in actions)
+    num_stages, num_microbatches = (
+        1 + max(getattr(action, name) for action in actions) for name in ("stage_index", "microbatch_index")
+    )
+    if num_stages * num_microbatches > len(actions):
+        raise PlanError(
+            f"the CSV text names stage {num_stages - 1} and micro-batch {num_microbatches - 1}, but has only "
+            f"{len(actions)} computations; each stage runs each micro-batch"
+        )
     stages_per_rank, left = divmod(num_stages, len(rows))
     if left:
         raise PlanError(f"the CSV text has {num_stages} stages on {len(rows)} ranks; each rank has to run equally many")
     schedule = Schedule(
         name=name,
         actions_by_rank=tuple(map(tuple, rows)),
-        num_microbatches=1 + max(action.microbatch_index for action in actions),
+        num_microbatches=num_microbatches,
         stages_per_rank=stages_per_rank,
     )
     validate(schedule)
     return schedule
 
 
-def _rows(text: str) -> list[tuple[int, list[str]]]:
-    return list(enumerate(csv.reader(io.StringIO(text))))
+def _parsed(text: str) -> list[list[Action]]:
+    """The computations of each rank; rows at the end that hold none are left out."""
+    rows = [
+        [_computation(cell, row) for cell in cells if cell.strip()]
+        for row, cells in enumerate(csv.reader(io.StringIO(text)))
+    ]
+    while rows and not rows[-1]:
+        rows.pop()
+    return rows
 
 
 def _computation(cell: str, row: int) -> Action:

@@ -6,7 +6,9 @@ their own, on groups of their own, so that nothing here waits behind a large red
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +50,8 @@ class Communicator:
         self.world_group = world_group
         self.pipeline_group = pipeline_group
         self.replica_group = replica_group
+        self.guard: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        """A context for collectives between steps: errors that another rank's failure has caused are raised as that."""
         self.stage_index = layout.stage_index(global_rank)
         self.replica_index = layout.replica_index(global_rank)
 

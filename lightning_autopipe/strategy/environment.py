@@ -21,6 +21,7 @@ from lightning_autopipe.planner import resolve_sizes
 from lightning_autopipe.runtime.meeting import meet
 from lightning_autopipe.runtime.members import Member
 from lightning_autopipe.runtime.process_groups import ProcessGroups
+from lightning_autopipe.schedules.catalog import check_trainable
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.options import StrategyOptions
 
@@ -34,10 +35,14 @@ def given_plan(options: StrategyOptions) -> PipelinePlan | None:
 
     Raises:
         PlanError: its file is not valid.
+        ConfigurationError: its schedule does not train, or takes other numbers.
     """
-    if options.plan is None or isinstance(options.plan, PipelinePlan):
-        return options.plan
-    return PipelinePlan.load(options.plan)
+    if options.plan is None:
+        return None
+    plan = options.plan if isinstance(options.plan, PipelinePlan) else PipelinePlan.load(options.plan)
+    if plan.mapping.num_replicas is not None:
+        check_trainable(plan.schedule, plan.num_stages, plan.num_microbatches)
+    return plan
 
 
 def settings_as_text(options: StrategyOptions, plan: PipelinePlan | None) -> dict[str, str]:

@@ -119,7 +119,9 @@ def summary(figures: list[RankFigures], communicator: Communicator) -> dict[str,
             (stage_index - 1, sum(one.sent_backward_bytes for one in own)),
         ):
             if total:
-                metrics[f"sent_bytes/stage_{stage_index}_to_{other % layout.num_stages}"] = total / num_steps
+                # Of two ranks with several stages each, one sends both kinds to the other.
+                name = f"sent_bytes/stage_{stage_index}_to_{other % layout.num_stages}"
+                metrics[name] = metrics.get(name, 0.0) + total / num_steps
     return {PREFIX + name: float(value) for name, value in metrics.items()}
 
 

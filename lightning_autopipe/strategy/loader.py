@@ -100,9 +100,10 @@ class PipelineLoader:
     def _agree_on_length(self) -> None:
         # Asked again for every iteration: a batch sampler's length may change from epoch to epoch.
         length = sized_len(self.loader)
-        (self._length,) = self._communicator.broadcast_numbers(
-            [-1 if length is None else length], stage_index=_LOADING_STAGE
-        )
+        with self._communicator.guard():
+            (self._length,) = self._communicator.broadcast_numbers(
+                [-1 if length is None else length], stage_index=_LOADING_STAGE
+            )
 
     def _state_dict(self) -> Any:
         state = self.loader.state_dict() if self._communicator.is_first_stage else None
@@ -156,11 +157,13 @@ class _InStepIterator(Iterator[Any]):
         if self._has_ended:
             raise StopIteration
         batch, has_batch = self._load()
-        goes_on = self._goes_on(has_batch)
+        with self._communicator.guard():
+            goes_on = self._goes_on(has_batch)
+            if goes_on:
+                self._share_indices()
         if not goes_on:
             self._has_ended = True
             raise StopIteration
-        self._share_indices()
         if self._owner._remember_first and self._num_fetched == 0:
             self._first.append(batch)
         self._num_fetched += 1

@@ -185,7 +185,7 @@ class ProcessStrategy(ParallelStrategy):
         world_group = None if self._groups is None else self._groups.control
         # Kept from run to run with what depends on it, unless the processes have met anew.
         if self._communicator is None or self._communicator.world_group is not world_group:
-            self._communicator = make_communicator(self._groups, self.layout, self.root_device)
+            self._make_communicator()
 
     def _start_processes(self) -> None:
         assert self.cluster_environment is not None
@@ -205,6 +205,10 @@ class ProcessStrategy(ParallelStrategy):
             self.layout, timeout_s=self.options.timeout_s, backend=self.options.process_group_backend
         )
 
+    def _make_communicator(self) -> None:
+        self._communicator = make_communicator(self._groups, self.layout, self.root_device)
+        self._communicator.guard = self.naming_first_error
+
     def _run_by(self, plan: PipelinePlan | None) -> None:
         """Takes the places that a plan gives to the ranks, or the usual ones. Collective over all ranks."""
         before = self.layout
@@ -212,7 +216,7 @@ class ProcessStrategy(ParallelStrategy):
         if self.layout == before or self._monitor is None:
             return
         self._make_groups()
-        self._communicator = make_communicator(self._groups, self.layout, self.root_device)
+        self._make_communicator()
         self._monitor.layout = self.layout
 
     def _introduction(self) -> Member:
@@ -305,5 +309,6 @@ class ProcessStrategy(ParallelStrategy):
         if self._groups is None or self.is_interrupted or self.is_silent:
             return list(decisions)
         votes = torch.tensor([int(decision) for decision in decisions])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._groups.control)
+        with self.naming_first_error():
+            dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._groups.control)
         return [bool(vote) for vote in votes.tolist()]

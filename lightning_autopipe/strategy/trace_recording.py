@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.core.schedule import Action
 from lightning_autopipe.runtime.clocks import AlignedClock, ClockReading, read_clocks
 from lightning_autopipe.runtime.measured_timeline import measured_timeline
 from lightning_autopipe.runtime.timeline_recorder import RankStep
@@ -75,7 +77,8 @@ class TraceRecording:
         elif not self._is_written:
             rank_zero_warn(
                 f"no trace is written to {str(self._folder)!r}: the fit ended before step {FIRST_STEP}, where "
-                "recording begins. Train on more batches, or leave trace unset"
+                "recording begins (a window of merge_accumulation=True is one step). Train on more batches, or leave "
+                "trace unset"
             )
 
     def _finish(self) -> None:
@@ -117,5 +120,18 @@ class TraceRecording:
             clock_error_s=2 * max(clock.error_s for clock in clocks.values()),
             clock_drift_s=max(abs(clock.drift_s) for clock in clocks.values()),
         )
-        write_trace(self._folder, recorded, plan, self._cluster)
+        write_trace(self._folder, recorded, _as_long(plan, recorded), self._cluster)
         rank_zero_info(f"autopipe: {step_numbers(list(steps[0]))} traced, see {self._folder}")
+
+
+def _as_long(plan: PipelinePlan, recorded: RecordedSteps) -> PipelinePlan:
+    """The plan for as many micro-batches as ran: a merged window has those of several batches."""
+    number = 1 + max(
+        event.action.microbatch_index
+        for timeline in recorded.timelines.values()
+        for event in timeline.events
+        if isinstance(event.action, Action)
+    )
+    if number % plan.num_microbatches or plan.replica_microbatches:
+        return plan
+    return replace(plan, num_microbatches=number)

@@ -305,3 +305,12 @@ def test_a_plan_with_unlike_numbers_gives_the_step_that_was_found(num_microbatch
     ]
     # Without links, but on the same devices.
     assert simulate(plan_step(plan)).step_s < found.step_s
+
+
+def test_a_profile_in_which_nothing_takes_time_is_refused() -> None:
+    profile = a_profile()
+    nothing = tuple(
+        replace(table, forward_s=(0.0,) * NUM_LAYERS, backward_s=(0.0,) * NUM_LAYERS) for table in profile.times
+    )
+    with pytest.raises(ConfigurationError, match="all layers of the profile take 0 seconds"):
+        space(replace(profile, times=nothing))

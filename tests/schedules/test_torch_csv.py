@@ -100,3 +100,21 @@ def test_what_torch_writes_is_read() -> None:
 def test_what_is_no_schedule_is_refused(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         from_torch_csv(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F30000000\n", "names stage 0 and micro-batch 30000000, but has only 1 computations"),
+        ("0F" + "1" * 10_000 + "\n", "no CSV text of computations"),
+        ("0F" + "1" * 200_000 + "\n", "no CSV text of computations"),
+    ],
+)
+def test_numbers_without_end_are_refused_at_once(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        from_torch_csv(text)
+
+
+def test_empty_rows_at_the_end_are_no_ranks() -> None:
+    text = to_torch_csv(one_f_one_b(2, 3))
+    assert from_torch_csv(text + "\n\n", "1f1b") == one_f_one_b(2, 3)

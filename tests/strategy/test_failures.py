@@ -67,6 +67,10 @@ class FailingModule(MlpModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.calls += 1
 
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.how == "a hook" and self.calls == 3 and self.trainer.global_rank == 1:
+            raise ValueError("a reason in a hook")
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.how == "validation" and batch_idx == 1 and self.trainer.global_rank == 0:
             raise ValueError("a reason in validation")
@@ -108,7 +112,7 @@ def end_of(how: str, directory: Any) -> list[ProcessOutcome]:
     )
 
 
-@pytest.mark.parametrize("how", ["forward", "backward", "loader", "validation"])
+@pytest.mark.parametrize("how", ["forward", "backward", "a hook", "loader", "validation"])
 def test_an_exception_ends_all_processes_and_is_shown_on_rank_zero(how: str, tmp_path: Any) -> None:
     outcomes = end_of(how, tmp_path)
     for outcome in outcomes:
@@ -117,9 +121,9 @@ def test_an_exception_ends_all_processes_and_is_shown_on_rank_zero(how: str, tmp
         assert outcome.ended_after_s < BOUND_S + 20, describe(outcomes)
     shown = (outcomes[0].traceback or "") + outcomes[0].output
     assert f"a reason in {'the loader' if how == 'loader' else how}" in shown, describe(outcomes)
-    if how in ("forward", "backward"):
+    if how in ("forward", "backward", "a hook"):
         assert "stage 1" in shown, describe(outcomes)
-        assert "micro-batch 0" in shown, describe(outcomes)
+        assert ("micro-batch 0" in shown) == (how != "a hook"), describe(outcomes)
         # What a terminal ends with is the cause, not what followed from it.
         last_line = (outcomes[0].traceback or "").strip().splitlines()[-1]
         assert f"a reason in {how}" in last_line, describe(outcomes)

@@ -129,6 +129,18 @@ def test_a_plans_file_is_read_at_once(tmp_path: Path) -> None:
         AutoPipeStrategy(plan=str(path))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (ScheduleSpec(name="forward_only"), "schedule 'forward_only' is none that trains"),
+        (ScheduleSpec(name="gpipe", num_sliced_first=1), "schedule 'gpipe' runs micro-batches whole"),
+    ],
+)
+def test_a_plan_that_does_not_train_is_refused_at_once(schedule: ScheduleSpec, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        AutoPipeStrategy(plan=replace(plan(), schedule=schedule))
+
+
 def test_settings_are_told_as_text_to_the_other_processes() -> None:
     options = StrategyOptions(num_stages=2)
     known = settings_as_text(options, None)

@@ -181,6 +181,25 @@ def test_figures_of_replicas_are_joined() -> None:
     }
 
 
+def test_two_ranks_in_a_circle_send_both_kinds_to_each_other() -> None:
+    figures = [
+        RankFigures(
+            global_rank=rank,
+            num_steps=1,
+            num_samples=1,
+            step_s=1.0,
+            busy_s=1.0,
+            peak_memory_bytes=0,
+            sent_forward_bytes=30 + rank,
+            sent_backward_bytes=200,
+        )
+        for rank in range(2)
+    ]
+    metrics = summary(figures, a_communicator(0))
+    assert metrics["autopipe/sent_bytes/stage_0_to_1"] == 231
+    assert metrics["autopipe/sent_bytes/stage_1_to_0"] == 230
+
+
 def test_memory_on_the_cpu_is_that_of_the_process() -> None:
     before = peak_memory_bytes(CPU)
     block = torch.ones(1 << 26)
