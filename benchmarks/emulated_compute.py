@@ -8,7 +8,7 @@ All entries of a part run in the same processes, in turns; medians, and extremes
 * What the planner chooses for 8 stages in no more memory than torch's 1F1B needs on each of them, with slices, from
   what a stage takes for a whole micro-batch and for half of one: half as long, 55 %, 60 % or 80 % as long. Against
   torch's 1F1B with as many micro-batches (half as long), or with the better of M whole and 2M half ones.
-* Zero-bubble where forward and both parts of the backward last 20 ms, planned for devices with the memory of the first
+* Zero-bubble where forward and both parts of the backward last 40 ms, planned for devices with the memory of the first
   stage of 1F1B, against torch's 1F1B, zero-bubble (ZB1P) and V-shaped zero-bubble (ZBV, two stages of half the length
   on each rank).
 
@@ -52,7 +52,7 @@ from lightning_autopipe.schedules.sliced import NAME as SLICED
 from lightning_autopipe.schedules.zero_bubble import NAME as ZERO_BUBBLE
 
 WHOLE = Seconds(0.020, 0.040)
-SPLIT = Seconds(0.020, 0.020, 0.020)
+SPLIT = Seconds(0.040, 0.040, 0.040)
 NUM_SAMPLES = 8
 """Of a whole micro-batch."""
 SAMPLE_BYTES = 8 << 10

@@ -147,8 +147,8 @@ micro-batch takes and what half of one takes (half as long; 55 %; 60 %). Torch b
 or the better of M whole and 2M half ones. Where half takes 80 %, the planner does not slice.
 
 {table(planned_heads, planned)}
-Zero-bubble: forward and both parts of the backward take 20 ms each, eight stages keep at most eight micro-batches.
-One unit is 20 ms.
+Zero-bubble: forward and both parts of the backward take 40 ms each, eight stages keep at most eight micro-batches.
+One unit is 40 ms.
 
 {table(split_heads, split)}
 {short(figures["falls_short"])}

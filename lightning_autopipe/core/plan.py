@@ -116,12 +116,6 @@ class PipelinePlan:
                     f"{owner}: replica_microbatches has {len(self.replica_microbatches)} values, but there are "
                     f"{self.mapping.num_replicas or 'unlike numbers of'} replicas"
                 )
-            if sum(self.replica_microbatches) != self.num_microbatches * len(self.replica_microbatches):
-                raise PlanError(
-                    f"{owner}: replica_microbatches {self.replica_microbatches} are {sum(self.replica_microbatches)} "
-                    f"in all, but num_microbatches={self.num_microbatches} for each of "
-                    f"{len(self.replica_microbatches)} replicas"
-                )
         if self.devices:
             if [device.global_rank for device in self.devices] != list(range(len(self.devices))):
                 raise PlanError(f"{owner}: devices must be listed by global rank, each once, from 0 on")
