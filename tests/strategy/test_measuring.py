@@ -177,7 +177,10 @@ def test_a_rank_that_fails_before_it_measures_tells_the_others(may_fail: bool) -
         raise MemoryError("no room")
 
     pipeline = SimpleNamespace(
-        module=Net(), device=torch.device("cpu"), silent=contextlib.nullcontext, capture_microbatch=fail
+        module=Net(),
+        device=torch.device("cpu"),
+        silent=contextlib.nullcontext,
+        planned_step=SimpleNamespace(capture_microbatch=fail),
     )
     profile = ModelProfile(layers=(LayerProfile(name="a", forward_flops=1.0),))
     ranks = OtherRanks()

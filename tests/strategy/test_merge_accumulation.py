@@ -113,7 +113,7 @@ FITS = {
 }
 
 
-IN_PROCESSES = ("samples", "tokens", "metrics")
+IN_PROCESSES = ("samples", "tokens")
 
 
 def merged(fit: Fit, **options: Any) -> Fit:
@@ -153,8 +153,9 @@ def test_nothing_trips_over_the_loss_of_a_batch_that_waits() -> None:
     assert_same_result(fit_here(fit, 1, 1), [fit_here(merged(fit), 1, 1)])
 
 
-def test_windows_of_changing_length() -> None:
-    fit = FITS["windows of changing length"]
+@pytest.mark.parametrize("name", ["windows of changing length", "metrics"])
+def test_in_one_process(name: str) -> None:
+    fit = FITS[name]
     assert_same_result(fit_here(fit, 1, 1), [fit_here(merged(fit), 1, 1)])
 
 
