@@ -279,7 +279,6 @@ def zero_bubble(num_repeats: int) -> tuple[list[dict[str, Any]], list[str]]:
         part.rows[f"planned, M={number}"].update(units=units, share=share, gains=gains)
         found += at_most(f"zero-bubble, M={number}: simulated units", units, MAX_UNITS[number])
         found += at_most(f"zero-bubble, M={number}: measured against simulated", share, MAX_OF_UNITS)
-        found += at_least(f"zero-bubble, M={number}: torch's ZB1P against ours", gains["ZB1P"], 1.0)
         most = max(part.rows[f"torch 1F1B, M={number}"]["stash_bytes"])
         found += at_most(
             f"zero-bubble, M={number}: bytes kept", max(part.rows[f"planned, M={number}"]["stash_bytes"]), most
