@@ -10,10 +10,9 @@ Without a GPU all runs on the CPU, with small models: the figures are then no me
 Run: python benchmarks/gpu_checks.py [--check] [--json FILE] [--device auto|cpu|cuda] [--small]
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,18 +21,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there, which has a module named like the recipes' package
+
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe import AutoPipeStrategy
 from lightning_autopipe.capture import tree
 from lightning_autopipe.core import ParallelLayout
 from lightning_autopipe.profiling import align_layers, measure_layers
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.schedules import get_schedule
+from recipes.bert import BertModule
+from recipes.gpt2 import GPT2Module
 from tests.harness import run_processes
 
 MAX_DIFFERENCE = {"32-true": 1e-5, "bf16-mixed": 2e-2}
@@ -51,14 +56,10 @@ _BERT_LARGE = {**_LARGE, "vocab_size": 30_522}
 
 
 def _gpt2(size: Mapping[str, Any]) -> pl.LightningModule:
-    from recipes.gpt2 import GPT2Module  # a script's own folder has a module of the recipes' name, until it runs
-
     return GPT2Module(**size, warmup_steps=1)
 
 
 def _bert(size: Mapping[str, Any]) -> pl.LightningModule:
-    from recipes.bert import BertModule
-
     return BertModule(**size)
 
 
@@ -257,12 +258,10 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--small", action="store_true", help="small models; always so on the CPU")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    made.add_argument("--small", action="store_true", help="small models; always so on the CPU")
+    options = made.parse_args()
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -280,15 +279,8 @@ def main() -> int:
     for title, make, size in (("GPT-2 medium", _gpt2, gpt2_size), ("BERT large", _bert, bert_size)):
         rows.append(profile_row(title, make, size, device))
         print(_told(rows[-1]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"device": name, "rows": rows}, indent=2))
-    missed = shortfalls(rows)
-    for line in missed:
-        print("SHORT:", line)
-    return 1 if options.check and missed else 0
+    return finish(options, {**environment(), "device": name, "rows": rows}, shortfalls(rows))
 
 
 if __name__ == "__main__":
-    # A script's own folder comes first, and has a module named like the recipes' package.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.exit(main())
