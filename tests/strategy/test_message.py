@@ -30,20 +30,19 @@ def send(value: Any) -> Any:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(6).view(2, 3),
-        torch.tensor(1.5),
-        torch.zeros(0, 3),
-        torch.tensor([True, False]),
-        torch.randn(3, dtype=torch.bfloat16),
-        torch.randn(2, dtype=torch.complex64),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(4, 3).t(),
-        torch.randn(10)[::2],
-        torch.randn(3).expand(2, 3),
-        torch.randn(2, dtype=torch.complex64).conj(),
-        torch.randn(3, requires_grad=True),
+        pytest.param(torch.arange(6).view(2, 3), id="int64"),
+        pytest.param(torch.tensor(1.5), id="scalar"),
+        pytest.param(torch.zeros(0, 3), id="empty"),
+        pytest.param(torch.tensor([True, False]), id="bool"),
+        pytest.param(torch.randn(3, dtype=torch.bfloat16), id="bfloat16"),
+        pytest.param(torch.randn(2, dtype=torch.complex64), id="complex"),
+        pytest.param(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), id="channels last"),
+        pytest.param(torch.randn(4, 3).t(), id="transposed"),
+        pytest.param(torch.randn(10)[::2], id="with gaps"),
+        pytest.param(torch.randn(3).expand(2, 3), id="expanded"),
+        pytest.param(torch.randn(2, dtype=torch.complex64).conj(), id="conjugated"),
+        pytest.param(torch.randn(3, requires_grad=True), id="requires grad"),
     ],
-    ids=str,
 )
 def test_tensors(tensor: Tensor) -> None:
     received = send(tensor)
