@@ -16,10 +16,11 @@ INSTALLED := $(VENV)/.installed
 # One thread a process: tests and demo run several processes on a few cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help install demo test lint format
+.PHONY: help install demo test conformance lint format
 help:
 	@echo "make demo    trains GPT-2 as a pipeline of 2 processes on this machine's CPU"
 	@echo "make test    runs the tests"
+	@echo "make conformance  tries everything that users do on six layouts, and writes docs/conformance.md"
 	@echo "make lint    checks style and types"
 	@echo "make format  puts the sources into their format"
 
@@ -36,6 +37,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(IN_VENV) -m pytest $(TEST_ARGS)
+
+conformance: $(INSTALLED)
+	$(IN_VENV) -m pytest tests/conformance --layouts all --conformance-report docs/conformance.md $(TEST_ARGS)
 
 lint: $(INSTALLED)
 	$(IN_VENV) -m ruff check .

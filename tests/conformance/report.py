@@ -1,0 +1,41 @@
+"""Writes what was found of each item on each layout as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.items import ALL_LAYOUTS
+
+_HEADER = """# What works as on one device
+
+Each line is something that Lightning's users do; it was run on every layout (stages x replicas, a process each) beside
+the plain module in one process, with the same losses, gradients, parameters and metrics afterwards, or is refused with
+an error before the first batch. `make conformance` runs them all and writes this table; `make test` runs two layouts.
+
+"""
+_MARKS = {"passed": "yes", "failed": "**no**"}
+
+
+class ConformanceReport:
+    """A plugin of pytest: collects outcomes, and writes the table at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[tuple[str, str], dict[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = dict(report.user_properties)
+        if "item" in properties and (report.when == "call" or report.failed):
+            key = str(properties["item"]), report.nodeid.split("::")[0]
+            layouts = self._found.setdefault(key, {})
+            layouts[str(properties["layout"])] = properties["refused"] if report.passed else "failed"
+
+    def pytest_sessionfinish(self) -> None:
+        names = [f"{num_stages}x{num_replicas}" for num_stages, num_replicas in ALL_LAYOUTS]
+        lines = [f"| item | {' | '.join(names)} | test |", f"| --- |{' --- |' * (len(names) + 1)}"]
+        for (item, test), layouts in sorted(self._found.items()):
+            marks = [layouts.get(name, "") for name in names]
+            lines.append(f"| {item} | {' | '.join(_MARKS.get(mark, mark) for mark in marks)} | [{test}](../{test}) |")
+        self._path.write_text(_HEADER + "\n".join(lines) + "\n")
