@@ -9,6 +9,8 @@ DEMO ?= -m recipes.train experiment=demo && \
 	$(IN_VENV) -m recipes.evaluate ckpt_path=logs/demo/checkpoints/best.ckpt \
 	require.max_difference=1e-4 require.min_below_entropy=0.3
 TEST_ARGS ?=
+# Tests of one file stay together: they share processes that were started once.
+WORKERS ?= 2
 
 IN_VENV := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
@@ -36,7 +38,7 @@ demo: $(INSTALLED)
 	$(IN_VENV) $(DEMO)
 
 test: $(INSTALLED)
-	$(IN_VENV) -m pytest $(TEST_ARGS)
+	$(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile $(TEST_ARGS)
 
 conformance: $(INSTALLED)
 	$(IN_VENV) -m pytest tests/conformance --layouts all --conformance-report docs/conformance.md $(TEST_ARGS)

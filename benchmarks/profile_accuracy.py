@@ -203,7 +203,6 @@ class Neighbours:
         self._posted: dict[tuple[Direction, Crossing], tuple[Tensor, ...]] = {}
         self._orders: dict[Direction, deque[Crossing]] = {}
         self._windows: dict[Direction, int] = {}
-        self._specs: dict[Crossing, CrossingSpecs] = {}
         self._gradients: dict[Crossing, tuple[TensorSpec, ...]] = {}
 
     def close_circle(self) -> None:
@@ -222,14 +221,12 @@ class Neighbours:
         for crossing, tensors in zip(message, values, strict=True):
             self._sent[direction, crossing] = [tensor.detach() for tensor in tensors]
             if direction is Direction.FORWARD:
-                self._specs[crossing] = CrossingSpecs.of(tuple(TensorSpec.of(tensor) for tensor in tensors))
+                specs = CrossingSpecs.of(tuple(TensorSpec.of(tensor) for tensor in tensors))
+                self._gradients[crossing] = specs.gradients
+        self._post_ahead()
 
     def release(self, direction: Direction, crossing: Crossing) -> None:
         self._sent.pop((direction, crossing))
-
-    def expect_gradients(self, crossing: Crossing) -> None:
-        self._gradients[crossing] = self._specs[crossing].gradients
-        self._post_ahead()
 
     def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
         return True

@@ -89,9 +89,9 @@ def overhead(figures: dict[str, Any]) -> str:
     heads = ("M", "executor, ms", "torch 1F1B, ms", "ratio", "with replay, ms", "replay, us")
     return f"""## The runtime by itself
 
-CPU time of a step, all threads of four processes, of four stages with next to nothing to compute (a layer of 16 x
-16). *With replay*: stages cut out of one module by capture, as the strategy runs them; its last column is what that
-adds to each forward and backward of a micro-batch on a stage. {load([figures])}
+CPU time of a step, all threads of four processes, of four stages with next to nothing to compute: each multiplies by
+a parameter. *With replay*: stages cut out of one module by capture, as the strategy runs them; its last column is
+what that adds to each forward and backward of a micro-batch on a stage. {load([figures])}
 
 {table(heads, rows)}
 {short(figures["falls_short"])}

@@ -163,8 +163,7 @@ class StageExecutor:
         if action.type is ActionType.FORWARD:
             self._forward(step, stage, values)
             return
-        key = action.stage_index, action.unit
-        live = self._live[key]
+        live = self._live[step.key]
         if action.type is ActionType.BACKWARD_WEIGHT:
             assert live.rest is not None
             run_weight_backward(live.rest)
@@ -174,8 +173,8 @@ class StageExecutor:
             gradients, live.rest = run_input_backward(live.received, live.output, values)
             live.received, live.output = (), StageOutput()
             self._send_gradients(step, gradients)
-        if action.type.ends_backward:
-            del self._live[key]
+        if step.ends_backward:
+            del self._live[step.key]
 
     def _forward(self, step: RankAction, stage: StageForward, received: tuple[Tensor, ...]) -> None:
         output = stage.forward(step.unit_index, received)
@@ -186,17 +185,12 @@ class StageExecutor:
             self._unsent[crossing] = output.sent
             if step.sends:
                 self._transport.send(Direction.FORWARD, step.sends, [self._unsent.pop(sent) for sent in step.sends])
-                for sent in step.sends:
-                    self._note_sent(sent, has_backward=step.has_backward)
+                if not step.has_backward:
+                    for sent in step.sends:
+                        self._release_later(Direction.FORWARD, sent)
         if step.has_backward:
-            self._live[step.action.stage_index, step.action.unit] = _Live(received, output)
+            self._live[step.key] = _Live(received, output)
             self.peak_live_microbatches = max(self.peak_live_microbatches, len(self._live))
-
-    def _note_sent(self, crossing: Crossing, *, has_backward: bool) -> None:
-        if has_backward:
-            self._transport.expect_gradients(crossing)
-        else:
-            self._release_later(Direction.FORWARD, crossing)
 
     def _send_gradients(self, step: RankAction, gradients: tuple[Tensor, ...]) -> None:
         if step.takes is not None:

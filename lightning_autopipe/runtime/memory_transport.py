@@ -63,9 +63,6 @@ class MemoryTransport:
     def release(self, direction: Direction, crossing: Crossing) -> None:
         pass  # the receiver has a copy
 
-    def expect_gradients(self, crossing: Crossing) -> None:
-        pass  # known since they were sent
-
     def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
         return self._comes_without(direction, crossing) or (direction, crossing) in self._network.mailboxes
 

@@ -114,7 +114,8 @@ class SendChannel:
 _SMALL_BYTES = 2**20
 _MAX_SMALL = 16
 """Beyond the window receives are posted for as many messages as are no more than so many bytes together: memory that
-nobody notices, and what is small waits for the peer's answer longer than for its bytes."""
+nobody notices, and what is small waits for the peer's answer longer than for its bytes. They are posted in bursts, for
+which the peer wakes up once."""
 
 
 SpecsOf = Callable[[Crossing, bool], "tuple[Sequence[TensorSpec], int] | None"]
@@ -168,7 +169,9 @@ class ReceiveChannel:
         self.post_ahead()
 
     def post_ahead(self) -> None:
-        """Post the receives that the window allows, or that are small, and whose specs are known."""
+        """Where fewer receives are posted than the window allows: post those, small ones beyond, if they are known."""
+        if self._num_ahead >= self._window:
+            return
         while self._order and (self._num_ahead < self._window or self._num_ahead < _MAX_SMALL):
             if not self._post_next(False):
                 return

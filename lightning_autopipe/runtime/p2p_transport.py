@@ -59,7 +59,6 @@ class P2PTransport:
         self._plan = StepPlan(activation_order=(), gradient_order=(), signatures={})
         self._sent_book, self._received_book = SpecBook(), SpecBook()
         self._sent_specs: dict[Crossing, CrossingSpecs] = {}
-        self._expected: set[Crossing] = set()
         self._senders: dict[Direction, SendChannel] = {}
         self._receivers: dict[Direction, ReceiveChannel] = {}
         self._header_sender: HeaderSender | None = None
@@ -167,27 +166,23 @@ class P2PTransport:
         self._is_in_step = True
         self._plan = plan
         self._sent_specs.clear()
-        self._expected.clear()
         if Direction.FORWARD in self._receivers:
             channel = self._receivers[Direction.FORWARD]
             channel.begin(plan.activation_order, self._activation_specs, window=plan.activation_window)
         if Direction.BACKWARD in self._receivers:
             channel = self._receivers[Direction.BACKWARD]
-            channel.begin(plan.gradient_order, self._expected_gradient_specs, window=plan.gradient_window)
+            channel.begin(plan.gradient_order, self._gradient_specs, window=plan.gradient_window)
 
     def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
         if direction is Direction.FORWARD:
-            for crossing, tensors in zip(message, values, strict=True):
-                self._announce(crossing, tensors)
+            is_new = [self._announce(crossing, tensors) for crossing, tensors in zip(message, values, strict=True)]
+            if True in is_new:
+                self._receivers[Direction.BACKWARD].post_ahead()
         tensors = values[0] if len(values) == 1 else [tensor for tensors in values for tensor in tensors]
         self._senders[direction].send(message, tensors)
 
     def release(self, direction: Direction, crossing: Crossing) -> None:
         self._senders[direction].release(crossing)
-
-    def expect_gradients(self, crossing: Crossing) -> None:
-        self._expected.add(crossing)
-        self._receivers[Direction.BACKWARD].post_ahead()
 
     def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
         return True  # `receive` waits
@@ -205,14 +200,17 @@ class P2PTransport:
     def _signature(self, crossing: Crossing) -> Hashable:
         return crossing.cut_index, self._plan.signatures[crossing.unit]
 
-    def _announce(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
+    def _announce(self, crossing: Crossing, tensors: Sequence[Tensor]) -> bool:
+        """Tell the receiver what comes where it cannot know; give whether that was so."""
         signature = self._signature(crossing)
-        if self._sent_book.get(signature) is None:
+        is_new = self._sent_book.get(signature) is None
+        if is_new:
             assert self._header_sender is not None
             specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
             self._header_sender.send(crossing, specs)
             self._sent_book.add(signature, specs)
         self._sent_specs[crossing] = self._sent_book.check(signature, tensors)
+        return is_new
 
     def _activation_specs(self, crossing: Crossing, wait: bool) -> tuple[Sequence[TensorSpec], int] | None:
         signature = self._signature(crossing)
@@ -225,9 +223,10 @@ class P2PTransport:
             specs = self._received_book.add(signature, self._header_receiver.receive(crossing))
         return specs.values, specs.value_bytes
 
-    def _expected_gradient_specs(self, crossing: Crossing, wait: bool) -> tuple[Sequence[TensorSpec], int] | None:
-        if crossing in self._expected:
-            specs = self._sent_specs[crossing]
-            return specs.gradients, specs.gradient_bytes
-        assert not wait, f"the gradient of {crossing} is due before its forward"
-        return None
+    def _gradient_specs(self, crossing: Crossing, wait: bool) -> tuple[Sequence[TensorSpec], int] | None:
+        # Those of what was sent, or will be sent: where that turns out to differ, sending it is an error.
+        specs = self._sent_specs.get(crossing) or self._sent_book.get(self._signature(crossing))
+        if specs is None:
+            assert not wait, f"the gradient of {crossing} is due before its forward"
+            return None
+        return specs.gradients, specs.gradient_bytes

@@ -21,6 +21,8 @@ class RankAction:
     """One action with what it takes from a neighbour and what it gives to one."""
 
     action: Action
+    key: tuple[int, Unit]
+    """Stage and unit, by which a stage keeps what lies between forward and backward."""
     unit_index: int
     """Number of the unit in the order of the batch."""
     takes_from: Direction | None
@@ -32,6 +34,8 @@ class RankAction:
     """What is sent behind it; nothing where the values wait for those of another slice."""
     has_backward: bool
     """Whether the unit has a backward, so that its values are kept."""
+    ends_backward: bool
+    """Whether nothing of the unit is to be kept any longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +87,14 @@ def rank_program(schedule: Schedule, pipeline_rank: int) -> RankProgram:
                 sent = (before,)
         return RankAction(
             action=action,
+            key=(action.stage_index, action.unit),
             unit_index=numbers[action.unit],
             takes_from=takes_from,
             takes=takes,
             gives=gives,
             sends=sent,
             has_backward=action.unit in with_backward,
+            ends_backward=action.type.ends_backward,
         )
 
     peak = _peak_in_flight(schedule, pipeline_rank)

@@ -120,10 +120,6 @@ class Transport(Protocol):
         """
         ...
 
-    def expect_gradients(self, crossing: Crossing) -> None:
-        """Tell that gradients will come for the activations that were sent, for each that requires one."""
-        ...
-
     def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
         """Whether `receive` can be called; a transport whose `receive` waits says True."""
         ...

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.runtime.pipelines import assert_identical, make_pipeline, run_pipelines
+from tests.runtime.pipelines import assert_close, assert_identical, make_pipeline, run_pipelines
 
 WIDTH = 8
 
@@ -74,7 +74,9 @@ def test_other_shapes(num_stages: int) -> None:
     )
     for step, length in enumerate(lengths):
         reference = run_pipelines([uncut], [data(length)], step=step)
-        assert_identical(run_pipelines([cut], [data(length)], step=step), reference)
+        # Not to the bit: shortened values cross without the gaps between them, and some CPUs' kernels sum what has gaps
+        # in another order.
+        assert_close(run_pipelines([cut], [data(length)], step=step), reference)
 
 
 @pytest.mark.parametrize("cut_points", [[2], [3], [2, 4]])

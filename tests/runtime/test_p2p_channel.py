@@ -128,14 +128,16 @@ def test_sends_are_kept_until_released() -> None:
     assert link.take() == ["wait send 1"]
 
 
-def test_small_messages_are_posted_beyond_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_messages_are_posted_beyond_the_window_in_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     link = NotingLink()
     channel = receive_channel(link)
     monkeypatch.setattr(p2p_channel, "_SMALL_BYTES", 3 * SPEC.num_bytes)
-    channel.begin(one_each(range(9)), lambda crossing, wait: ((SPEC,), 16), window=1)
+    channel.begin(one_each(range(9)), lambda crossing, wait: ((SPEC,), 16), window=2)
     assert link.take() == ["irecv 0", "irecv 1", "irecv 2"]
     channel.receive(crossing(0))
-    assert link.take() == ["irecv 3", "wait receive 0"]
+    assert link.take() == ["wait receive 0"]
+    channel.receive(crossing(1))
+    assert link.take() == ["irecv 3", "irecv 4", "wait receive 1"]
 
 
 @pytest.mark.usefixtures("nothing_is_small")
