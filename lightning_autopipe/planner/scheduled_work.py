@@ -80,7 +80,9 @@ def _with_halves(
 def _with_weight_gradients(
     work: StageWork, cost: CostModel, layers: range, device: Device | None, microbatch_size: float | None
 ) -> StageWork:
-    """A backward in two parts is one action more."""
+    """A backward in two parts is one action more; those of the first stage are whole."""
+    if layers.start == 0:
+        return work
     unit = work.units[0]
     split_s = cost.action_s(Work.SPLIT, layers, device=device, microbatch_size=microbatch_size)
     split = replace(

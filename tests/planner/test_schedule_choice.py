@@ -117,6 +117,14 @@ def test_backwards_are_whole_where_splitting_them_costs_more_than_it_saves() -> 
     assert found(a_profile(8, weight=1.0, split=0.8), **options).best.schedule.name == "1f1b"
 
 
+def test_the_first_stages_backwards_are_whole_and_cost_no_splitting() -> None:
+    profile = a_profile(8, weight=1.0, split=0.1)
+    best = found(profile, num_stages=8, num_microbatches=16, kept=8, schedule="zero_bubble").best
+    (first, *later) = best.work.stages[0]
+    assert (first.units[0].backward_s, first.units[0].backward_weight_s) == (2.0, 0.0)
+    assert all((stage.units[0].backward_s, stage.units[0].backward_weight_s) == (2.1, 1.0) for stage in later)
+
+
 def test_several_stages_a_rank_make_the_ends_shorter_where_halves_are_dear() -> None:
     """Four ranks of four layers each, two or four stages: the 3 idle turns of 12 s become 3 of 6 or 3 s."""
     best = found(
