@@ -109,7 +109,16 @@ class AutoPipeConfig:
     their own (tokens), so are gradients of two or three of them. ``"auto"`` and False: batch by batch."""
 
     shard_optimizer: bool | str = False
-    """Whether the replicas of a stage share its optimizer state. Only False is accepted so far."""
+    """Whether the replicas of a stage share its optimizer state (ZeRO-1): each keeps that of a part of the parameters,
+    updates these and sends them to the others after each step. Numbers are the same; with two replicas AdamW's state
+    takes half the memory. ``"auto"`` and False: every replica keeps all of its stage's."""
+
+    checkpoint_format: str = "consolidated"
+    """What a checkpoint is. ``"consolidated"`` (and ``"auto"``): one file in the format of a plain module, which rank 0
+    writes. ``"sharded"``: a folder on a file system that all machines share, which all ranks write at once, by
+    torch.distributed.checkpoint; ``autopipe consolidate`` makes a plain file of it. ``"sharded_async"``: the same
+    from a copy in host memory while training goes on; it is complete when the next one begins, or the run ends. Both
+    forms are resumed by any layout, whatever this says."""
 
     recompute: bool | str = "auto"
     """Whether activations are computed again during backward to save memory. Only ``"auto"`` and False are accepted so

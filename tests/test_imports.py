@@ -23,6 +23,7 @@ LOWER_LAYERS = (
     "profiling",
     "runtime",
     "visualization",
+    "checkpoints",
 )
 EVERYTHING = (*LOWER_LAYERS, "strategy", "pytorch_lightning", "config", "cli", "_register")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -35,6 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "profiling": ("core", "capture", "runtime"),
     "runtime": ("core", "schedules", "capture"),
     "visualization": ("core",),
+    "checkpoints": ("core",),
     "strategy": LOWER_LAYERS,
     # Runs the files of strategy under another name.
     "pytorch_lightning": (),

@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_autopipe.cli import cluster, plan, show, simulate, trace
+from lightning_autopipe.cli import cluster, consolidate, plan, show, simulate, trace
 from lightning_autopipe.core.errors import AutoPipeError
 
-COMMANDS = (plan, show, simulate, trace, cluster)
+COMMANDS = (plan, show, simulate, trace, cluster, consolidate)
 """Modules of commands. Each has ``add_parser(subparsers)``, which sets ``run``, a function of the parsed arguments, as
 a default of its parser; a wrong input is an `AutoPipeError`. They import torch, if at all, when they run."""
 

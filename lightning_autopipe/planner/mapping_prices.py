@@ -274,6 +274,7 @@ class MappingPrices:
                 num_microbatches=setting.num_microbatches,
                 microbatch_size=setting.microbatch_size,
                 optimizer_state_ratio=setting.optimizer_state_ratio,
+                optimizer_shares=setting.optimizer_shares,
             )
             peaks = self._stage_bytes[start, stop] = [memory.peak_bytes(number) for number in range(depth + 2)]
         return peaks

@@ -39,6 +39,8 @@ class MappingSetting:
     """What all ranks take to agree on one number at the step's end."""
     optimizer_state_ratio: float = 2.0
     """Bytes of optimizer state for each byte of trainable parameters."""
+    optimizer_shares: int = 1
+    """Replicas that share a stage's optimizer state."""
     cuts: Cuts | None = None
     """Of the layers, where they are given; None: they are chosen."""
 
@@ -74,5 +76,6 @@ class MappingSetting:
             microbatch_size=self.microbatch_size,
             exchange_s=self.exchange_s,
             optimizer_state_ratio=self.optimizer_state_ratio,
+            optimizer_shares=self.optimizer_shares,
             cuts=self.cuts,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,6 +47,7 @@ def stage_memory(
     num_microbatches: int,
     microbatch_size: float | None = None,
     optimizer_state_ratio: float,
+    optimizer_shares: int = 1,
 ) -> StageMemory:
     """Bytes of a stage that owns a range of layers.
 
@@ -59,6 +61,7 @@ def stage_memory(
         num_microbatches: of a step.
         microbatch_size: samples; None: as profiled.
         optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters, where not measured.
+        optimizer_shares: replicas that share the stage's optimizer state, parameter by parameter.
     """
     own = cost.profile.layers[owned.start : owned.stop]
     parameter_bytes, trainable_bytes = _parameter_bytes(own)
@@ -82,7 +85,7 @@ def stage_memory(
     return StageMemory(
         parameter_bytes=parameter_bytes,
         gradient_bytes=trainable_bytes,
-        optimizer_bytes=_optimizer_bytes(own, trainable_bytes, optimizer_state_ratio),
+        optimizer_bytes=math.ceil(_optimizer_bytes(own, trainable_bytes, optimizer_state_ratio) / optimizer_shares),
         stash_bytes=stash_bytes,
         working_bytes=working_bytes,
         buffer_bytes=buffer_bytes,

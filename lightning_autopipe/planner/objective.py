@@ -46,6 +46,8 @@ class PipelineSetting:
     """What all ranks take to agree on one number at the step's end."""
     optimizer_state_ratio: float = 2.0
     """Bytes of optimizer state for each byte of trainable parameters."""
+    optimizer_shares: int = 1
+    """Replicas that share a stage's optimizer state."""
     cuts: Cuts | None = None
     """Of the layers, where they are given; None: they are chosen."""
 
@@ -109,8 +111,9 @@ class Objective:
         self._unlike = tuple(dict.fromkeys(self._replicas))
         self._gradients = GradientBytes(setting.cost)
         self._rings: dict[tuple[int, ...], list[Route]] = {}
+        optimizer = setting.optimizer_state_ratio, setting.optimizer_shares
         self._memories = _MEMORIES.setdefault(setting.cost, {}).setdefault(
-            (max(setting.num_microbatches), setting.microbatch_size, setting.optimizer_state_ratio), {}
+            (max(setting.num_microbatches), setting.microbatch_size, *optimizer), {}
         )
         self._overflows: dict[tuple[int, int, int, int], int] = {}
         has_optimizer = any(replica.has_optimizer for replica in self._unlike)
@@ -254,6 +257,7 @@ class Objective:
                 num_microbatches=max(self.setting.num_microbatches),
                 microbatch_size=self.setting.microbatch_size,
                 optimizer_state_ratio=self.setting.optimizer_state_ratio,
+                optimizer_shares=self.setting.optimizer_shares,
             )
         return self._memories[start, stop]
 

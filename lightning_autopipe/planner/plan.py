@@ -50,6 +50,7 @@ def make_plan(
     module_fingerprint: str,
     partition: str | Partition | Sequence[int] = "auto",
     optimizer_state_ratio: float = 2.0,
+    shards_optimizer: bool = False,
 ) -> PipelinePlan:
     """A plan that shares the layers between the stages.
 
@@ -65,6 +66,7 @@ def make_plan(
             the layer index at which each stage after the first begins.
         optimizer_state_ratio: bytes of optimizer state for each byte of trainable parameters, for the prediction of
             memory; AdamW has two.
+        shards_optimizer: whether the replicas of a stage share that state.
 
     Raises:
         ConfigurationError: a number is below 1, there are more stages than layers, the schedule is unknown, or the
@@ -103,6 +105,7 @@ def make_plan(
             schedule=schedule,
             num_microbatches=num_microbatches,
             optimizer_state_ratio=optimizer_state_ratio,
+            optimizer_shares=num_replicas if shards_optimizer else 1,
         ),
     )
 
@@ -140,6 +143,7 @@ def plan_of(
             schedule=best.schedule,
             num_microbatches=best.num_microbatches,
             optimizer_state_ratio=space.optimizer_state_ratio,
+            optimizer_shares=space.optimizer_shares(best.mapping.num_replicas or 1),
             microbatch_size=size,
             devices=of_replica_0,
             stash_sizes=() if best.mapping.num_replicas else _stash_sizes(best.work),

@@ -25,6 +25,7 @@ def predict_stages(
     microbatch_size: float | None = None,
     devices: Sequence[Device] = (),
     stash_sizes: Sequence[float] = (),
+    optimizer_shares: int = 1,
 ) -> tuple[StagePrediction, ...]:
     """Time of one micro-batch and peak memory on each stage; empty where nothing was measured.
 
@@ -37,6 +38,7 @@ def predict_stages(
         microbatch_size: samples; None: as profiled.
         devices: of each stage; empty: the profiled one.
         stash_sizes: micro-batches between forward and backward on each stage; empty: by the schedule.
+        optimizer_shares: replicas that share a stage's optimizer state.
     """
     if not cost.is_measured:
         return ()
@@ -53,6 +55,7 @@ def predict_stages(
             num_microbatches=num_microbatches,
             microbatch_size=microbatch_size,
             optimizer_state_ratio=optimizer_state_ratio,
+            optimizer_shares=optimizer_shares,
         )
         predictions.append(
             StagePrediction(

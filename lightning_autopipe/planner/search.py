@@ -138,6 +138,7 @@ class _Search:
                     microbatch_size=min(max(batch_size / number, smallest), largest),
                     exchange_s=space.exchange_s,
                     optimizer_state_ratio=space.optimizer_state_ratio,
+                    optimizer_shares=space.optimizer_shares(num_replicas),
                     cuts=space.cuts_of(num_stages),
                 )
                 num_samples = batch_size * num_replicas

@@ -58,6 +58,8 @@ class SearchSpace:
     """Of each device's memory, what plans may fill: the rest is for the device's context and for fragmentation."""
     exchange_s: float = 0.0
     optimizer_state_ratio: float = 2.0
+    shards_optimizer: bool = False
+    """Whether the replicas of a stage share its optimizer state."""
 
     def __post_init__(self) -> None:
         if not any(any(self.cost.layers_s(work)) for work in (Work.FORWARD, Work.BACKWARD)):
@@ -85,6 +87,10 @@ class SearchSpace:
                 f"{wanted} does not use the {self.topology.world_size} devices with at most one stage for each of the "
                 f"{self.cost.num_layers} layers; set numbers whose product is {self.topology.world_size}"
             )
+
+    def optimizer_shares(self, num_replicas: int) -> int:
+        """How many replicas share a stage's optimizer state."""
+        return num_replicas if self.shards_optimizer else 1
 
     def planned_network(self) -> LinkNetwork:
         """The same devices and links, with the memory that plans may fill."""

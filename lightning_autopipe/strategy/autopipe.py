@@ -66,7 +66,11 @@ class AutoPipeStrategy(ModuleStrategy):
         merge_accumulation: True runs the batches of an accumulation window as one longer pipeline, when the last of
             them is there. ``training_step`` of those before it then gives a NaN, which is neither logged nor
             propagated, and ``backward`` does nothing.
-        shard_optimizer: False; True is still to come.
+        shard_optimizer: True lets each replica of a stage keep a share of its optimizer state (ZeRO-1), with the same
+            numbers; parameters go round after each step.
+        checkpoint_format: ``"consolidated"`` is one file in the format of a plain module; ``"sharded"`` a folder
+            that all ranks write at once (``autopipe consolidate`` makes a file of it); ``"sharded_async"`` writes it
+            while training goes on.
         recompute: ``"auto"`` or False; True is still to come.
         trace: A folder for what steps 5 to 7 of a fit are measured to do, beside what was predicted, as a trace to open
             in Perfetto and a picture; figures of all steps then go to the Trainer's loggers.
@@ -105,7 +109,8 @@ class AutoPipeStrategy(ModuleStrategy):
         gather_after_fit: bool = True,
         deferred_batch_norm: bool | Auto = False,
         merge_accumulation: bool | Auto = False,
-        shard_optimizer: bool = False,
+        shard_optimizer: bool | Auto = False,
+        checkpoint_format: str = "consolidated",
         recompute: bool | Auto = "auto",
         trace: str | Path | None = None,
         replan: str | bool = "warn",
@@ -134,6 +139,7 @@ class AutoPipeStrategy(ModuleStrategy):
             deferred_batch_norm=deferred_batch_norm,
             merge_accumulation=merge_accumulation,
             shard_optimizer=shard_optimizer,
+            checkpoint_format=checkpoint_format,
             recompute=recompute,
             trace=trace,
             replan=replan,

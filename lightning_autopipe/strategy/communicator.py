@@ -113,25 +113,25 @@ class Communicator:
         return float(total.item())
 
     def send(self, tensor: Tensor, *, destination: int) -> None:
-        """Sends a tensor to a global rank of this pipeline, which must `receive` it."""
-        assert self.pipeline_group is not None, "there is nobody to send to"
-        dist.send(tensor.detach().cpu().contiguous(), dst=destination, group=self.pipeline_group)
+        """Sends a tensor to a global rank, which must `receive` it."""
+        assert self.world_group is not None, "there is nobody to send to"
+        dist.send(tensor.detach().cpu().contiguous(), dst=destination, group=self.world_group)
 
     def receive(self, tensor_like: Tensor, *, source: int) -> Tensor:
-        """The tensor that a global rank of this pipeline sends, in host memory; it has the other's shape and dtype."""
-        assert self.pipeline_group is not None, "there is nobody to receive from"
+        """The tensor that a global rank sends, in host memory; it has the other's shape and dtype."""
+        assert self.world_group is not None, "there is nobody to receive from"
         received = torch.empty(tensor_like.shape, dtype=tensor_like.dtype, device="cpu")
-        dist.recv(received, src=source, group=self.pipeline_group)
+        dist.recv(received, src=source, group=self.world_group)
         return received
 
     def send_object(self, value: Any, *, destination: int) -> None:
-        """Sends an object to a global rank of this pipeline, which must `receive_object` it."""
+        """Sends an object to a global rank, which must `receive_object` it."""
         message = pack(value)
         self.send(torch.tensor([message.numel()]), destination=destination)
         self.send(message, destination=destination)
 
     def receive_object(self, *, source: int) -> Any:
-        """The object that a global rank of this pipeline sends; accelerator tensors come in host memory."""
+        """The object that a global rank sends; accelerator tensors come in host memory."""
         size = self.receive(torch.empty(1, dtype=torch.int64), source=source)
         message = self.receive(torch.empty(int(size.item()), dtype=torch.uint8), source=source)
         return unpack(message, torch.device("cpu"))

@@ -214,6 +214,7 @@ def _search(
         # Batch normalization takes its statistics from what runs at a time.
         kinds=tuple(kind for kind in OTHER_KINDS if pipeline.splitter.min_samples == 1 or kind != SLICED),
         partition=options.partition if isinstance(options.partition, str) else "auto",
+        shards_optimizer=options.shards_optimizer,
         cuts=pipeline.planned_step.cut_points_after if options.cut_after else options.given_cuts,
         # Statistics of fewer are too noisy to be chosen without being asked for.
         min_samples=float(min(_BATCH_NORM_SAMPLES, traced.batch_size) if pipeline.splitter.min_samples > 1 else 1),

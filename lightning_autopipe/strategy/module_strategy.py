@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.timeline import StepEnd
-from lightning_autopipe.strategy.checkpoint import load_checked, save_atomically, whole_state_dict
+from lightning_autopipe.strategy.checkpoint_loading import load_any
 from lightning_autopipe.strategy.clipping import PipelineClipping
+from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -31,6 +34,8 @@ from lightning_autopipe.strategy.random_state import (
     resume_generators,
 )
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
+from lightning_autopipe.strategy.sharded_checkpoints import ShardedCheckpoints
+from lightning_autopipe.strategy.state_gathering import whole_state_dict
 from lightning_autopipe.strategy.termination import SharedTermination
 from lightning_autopipe.strategy.training_steps import TRAINING_STEP
 
@@ -46,6 +51,7 @@ class ModuleStrategy(PlanningStrategy):
         self._is_accumulating = False
         self._resumed_random_state: Mapping[str, Any] | None = None
         """Of the checkpoint, until the first batch is trained on."""
+        self._known_checkpoints: ConsolidatedCheckpoints | ShardedCheckpoints | None = None
 
     # Beginning and end of a run -----------------------------------------------
 
@@ -119,6 +125,8 @@ class ModuleStrategy(PlanningStrategy):
                 session.placed_module.gather_on_rank_zero()
             session.end_run()
             session.running_step.metrics.remove()
+        if self._known_checkpoints is not None and not self.is_interrupted:
+            self._known_checkpoints.wait()
         if self._clipping is not None:
             self._clipping.remove()
         if self._patches is not None:
@@ -169,9 +177,10 @@ class ModuleStrategy(PlanningStrategy):
         """The state of the optimizer on the whole module; complete on global rank 0."""
         session = self.session
         whole = next(w for w in session.placed_module.optimizers if w.optimizer is unwrapped(optimizer))
-        if self.is_interrupted or not session.placed_module.is_placed:
+        if self.is_interrupted:
             return whole.state_dict(whole.local_states())
-        return whole.state_dict(session.placed_module.gatherer.gather_optimizer_states(whole))
+        with self.naming_first_error():
+            return self._checkpoints.optimizer_state(session.placed_module, whole)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         for whole, state in zip(self.session.placed_module.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -196,11 +205,10 @@ class ModuleStrategy(PlanningStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The plain module's keys; on global rank 0 with all values."""
-        session = self.session
-        received: dict[str, Tensor] = {}
-        if session.placed_module.is_placed and not self.is_interrupted:
-            received = session.placed_module.gatherer.gather_tensors()
-        return whole_state_dict(session.module, received)
+        if self.is_interrupted:
+            return whole_state_dict(self.session.module, {})
+        with self.naming_first_error():
+            return self._checkpoints.module_state(self.session.placed_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         is_whole_world_here = not self.is_interrupted or self.world_size == 1
@@ -210,20 +218,46 @@ class ModuleStrategy(PlanningStrategy):
                 seed=self.session.pipeline.seed,
                 sampler_seed=default_sampler_seed() if self._sampler_seed is None else self._sampler_seed,
             )
-        if not self.is_global_zero:
+        if self.is_interrupted and not self._is_whole_here:
+            if self.is_global_zero:
+                rank_zero_warn(
+                    f"no checkpoint is written to {os.fspath(filepath)!r}: an exception ended the run, and other "
+                    "processes cannot be asked for their part any more. Resume from the last regular checkpoint"
+                )
             return
-        if self.is_interrupted and self._session is not None and self._session.placed_module.is_placed:
-            rank_zero_warn(
-                f"no checkpoint is written to {os.fspath(filepath)!r}: an exception ended the run, and other stages "
-                "cannot be asked for their parameters any more. Resume from the last regular checkpoint"
-            )
-            return
-        save_atomically(checkpoint, filepath, self.checkpoint_io, storage_options)
+        with self.naming_first_error():
+            self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
+
+    @property
+    def _is_whole_here(self) -> bool:
+        """Whether rank 0 can write a checkpoint without the other ranks."""
+        if self.world_size == 1 or self._session is None:
+            return True
+        is_file = isinstance(self._checkpoints, ConsolidatedCheckpoints)
+        return is_file and not self._session.placed_module.is_spread
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        self._checkpoints.remove(filepath, self.checkpoint_io)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        return load_checked(
-            lambda: super(ModuleStrategy, self).load_checkpoint(checkpoint_path, weights_only), checkpoint_path
-        )
+        if self._known_checkpoints is not None:
+            self._known_checkpoints.wait()
+        return load_any(partial(super().load_checkpoint, checkpoint_path), checkpoint_path, weights_only)
+
+    @property
+    def _checkpoints(self) -> ConsolidatedCheckpoints | ShardedCheckpoints:
+        """How checkpoints are written; kept as long as the processes are the same."""
+        known = self._known_checkpoints
+        if known is None or known.communicator is not self.communicator:
+            if self.options.checkpoint_format in ("sharded", "sharded_async"):
+                in_background = self.options.checkpoint_format == "sharded_async"
+                known = ShardedCheckpoints(
+                    self.communicator, in_background=in_background, timeout_s=self.options.timeout_s
+                )
+            else:
+                known = ConsolidatedCheckpoints(self.communicator, [Path(self.trainer.default_root_dir)])
+            self._known_checkpoints = known
+        return known
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         session, module = self._session, self.lightning_module

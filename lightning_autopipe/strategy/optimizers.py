@@ -41,6 +41,7 @@ class WholeOptimizer:
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._groups: list[_Group] = []
+        self._keeps_state: Callable[[str], bool] = lambda name: True
         if self._is_mock:
             return
         refuse_optimizer(self.optimizer, module)
@@ -76,6 +77,13 @@ class WholeOptimizer:
             if not owned[position]:
                 self.optimizer.state.pop(parameter, None)
         self.is_pruned = True
+
+    def keep_states(self, is_kept: Callable[[str], bool]) -> None:
+        """Keeps the state of those parameters only whose (first) name is kept, now and after loading."""
+        self._keeps_state = is_kept
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if not is_kept(name):
+                self.optimizer.state.pop(parameter, None)
 
     def local_states(self) -> dict[int, Any]:
         """The state of each parameter that this rank keeps, by its position in the whole optimizer."""
@@ -123,7 +131,7 @@ class WholeOptimizer:
                 local["param_names"] = [saved["param_names"][position - begin] for position in known.positions]
             groups.append(local)
             for index, position in zip(indices, known.positions, strict=True):
-                if ids[position] in whole["state"]:
+                if ids[position] in whole["state"] and self._keeps_state(self._names[position]):
                     state[index] = whole["state"][ids[position]]
         self.optimizer.load_state_dict({**whole, "state": state, "param_groups": groups})
 

@@ -27,6 +27,7 @@ _PARTITION_RULES = ("auto", "uniform", "parameters")
 _SCHEDULES = ("auto", *TRAINING_SCHEDULES)
 _PROFILES = ("auto", "measured", "flops")
 _BACKENDS = (None, "gloo", "nccl")
+_CHECKPOINT_FORMATS = ("auto", "consolidated", "sharded", "sharded_async")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,11 @@ class StrategyOptions:
     merge_accumulation: bool | Auto = False
     """True: the batches of an accumulation window run as one longer pipeline, when the last of them is there.
     ``"auto"``: False."""
-    shard_optimizer: bool = False
-    """Share the optimizer's state between replicas; True is still to come."""
+    shard_optimizer: bool | Auto = False
+    """True: each replica of a stage keeps a share of its optimizer state. ``"auto"``: False."""
+    checkpoint_format: str = "consolidated"
+    """``"consolidated"`` (and ``"auto"``): one file in the plain format, written by rank 0. ``"sharded"``: a folder
+    that all ranks write. ``"sharded_async"``: the same, while training goes on."""
     recompute: bool | Auto = "auto"
     """Recompute activations in the backward; True is still to come."""
     trace: str | os.PathLike[str] | None = None
@@ -109,6 +113,8 @@ class StrategyOptions:
         _check_choice("verify", self.verify, ("auto", True, False))
         _check_choice("deferred_batch_norm", self.deferred_batch_norm, ("auto", True, False))
         _check_choice("replan", self.replan, ("auto", "warn", False))
+        _check_choice("shard_optimizer", self.shard_optimizer, ("auto", True, False))
+        _check_choice("checkpoint_format", self.checkpoint_format, _CHECKPOINT_FORMATS)
         self._check_trace()
         _check_choice("merge_accumulation", self.merge_accumulation, ("auto", True, False))
         self._check_loss_over()
@@ -130,6 +136,11 @@ class StrategyOptions:
     def trace_folder(self) -> str | None:
         """Where a trace goes; None: nowhere."""
         return None if self.trace in (None, "auto") else os.fspath(self.trace)
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether replicas share a stage's optimizer state."""
+        return self.shard_optimizer is True
 
     @property
     def schedule_name(self) -> str:
@@ -266,16 +277,10 @@ class StrategyOptions:
         return partition.cut_points if isinstance(partition, Partition) else tuple(partition)
 
     def _check_still_to_come(self) -> None:
-        for name, allowed in (
-            ("shard_optimizer", (False, "auto")),
-            ("recompute", ("auto", False)),
-        ):
-            value = getattr(self, name)
-            if not any(type(value) is type(choice) and value == choice for choice in allowed):
-                shown = " or ".join(repr(choice) for choice in allowed)
-                raise ConfigurationError(
-                    f"{name}={value!r} is not supported yet: set {name} to {shown}, or leave it unset"
-                )
+        if self.recompute != "auto" and self.recompute is not False:
+            raise ConfigurationError(
+                f"recompute={self.recompute!r} is not supported yet: set it to 'auto' or False, or leave it unset"
+            )
 
 
 def _check_count(name: str, value: object) -> None:

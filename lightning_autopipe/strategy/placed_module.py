@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_autopipe.runtime.pipeline import Pipeline
-from lightning_autopipe.strategy.checkpoint import StateGatherer
 from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.optimizer_sharding import ShardedStep
 from lightning_autopipe.strategy.optimizers import WholeOptimizer
+from lightning_autopipe.strategy.parameter_shares import ParameterShares
 from lightning_autopipe.strategy.placement import broadcast_tensors, move_module
+from lightning_autopipe.strategy.state_gathering import StateGatherer
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """Where an entry of a ``state_dict`` comes from."""
+
+    global_rank: int
+    stored_name: str
+    """The first of the keys under which the same tensor is found."""
 
 
 class PlacedModule:
@@ -26,15 +40,25 @@ class PlacedModule:
         pipeline: Knows what this rank owns.
         communicator: This rank's groups.
         device: Where this rank computes.
+        sharing_group: The ranks of this stage, which share its optimizer state; None: each keeps all of it.
     """
 
     def __init__(
-        self, module: pl.LightningModule, pipeline: Pipeline, communicator: Communicator, device: torch.device
+        self,
+        module: pl.LightningModule,
+        pipeline: Pipeline,
+        communicator: Communicator,
+        device: torch.device,
+        *,
+        sharing_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.is_placed = False
         """Whether some rank has placeholders. Rank 0 may be whole all the same, after a fit."""
         self.optimizers: list[WholeOptimizer] = []
-        self._module = module
+        self.module = module
+        """The user's."""
+        self._sharing_group = sharing_group
+        self._sharded_steps: list[ShardedStep] = []
         self._pipeline = pipeline
         self._communicator = communicator
         self._device = device
@@ -45,7 +69,12 @@ class PlacedModule:
         Raises:
             ConfigurationError: one of them cannot work on stages.
         """
-        self.optimizers = [WholeOptimizer(optimizer, self._module) for optimizer in optimizers]
+        for step in self._sharded_steps:
+            step.remove()
+        self.optimizers = [WholeOptimizer(optimizer, self.module) for optimizer in optimizers]
+        group = self._sharing_group
+        if group is not None:
+            self._sharded_steps = [ShardedStep(whole, group, self._communicator.guard) for whole in self.optimizers]
         if self.is_placed:
             self._prune_optimizers()
 
@@ -54,7 +83,7 @@ class PlacedModule:
         with torch.inference_mode(False), torch.no_grad():
             if not self.is_placed:
                 # Processes that were not seeded alike have built different modules.
-                tensors = (*self._module.parameters(), *self._module.buffers())
+                tensors = (*self.module.parameters(), *self.module.buffers())
                 broadcast_tensors(tensors, self._communicator.world_group, source=0)
             self._pipeline.place()
             self.is_placed = self._communicator.layout.num_stages > 1
@@ -66,26 +95,84 @@ class PlacedModule:
         self._move_to(torch.device("cpu"))
 
     def _move_to(self, device: torch.device) -> None:
-        move_module(self._module, device)
+        move_module(self.module, device)
         _optimizers_to_device([whole.optimizer for whole in self.optimizers], device)
 
     def _prune_optimizers(self) -> None:
         owned = self._pipeline.ownership.owned_parameters(self._communicator.stage_index)
         for whole in self.optimizers:
             whole.prune(owned.__contains__)
+        if self._sharded_steps:
+            layout, stage_index = self._communicator.layout, self._communicator.stage_index
+            shares = self.shares.of_stage(stage_index)
+            for step in self._sharded_steps:
+                step.share(
+                    {name: parameter for name, parameter in self.module.named_parameters() if name in shares},
+                    shares,
+                    source_ranks=tuple(layout.global_rank(stage_index, index) for index in range(layout.num_replicas)),
+                    replica_index=self._communicator.replica_index,
+                )
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some rank lacks optimizer state."""
+        return self.is_placed or self._sharing_group is not None
 
     @property
     def gatherer(self) -> StateGatherer:
-        """Brings the stages' state to rank 0."""
+        """Brings the stages' tensors to rank 0."""
+        return StateGatherer(
+            self.module,
+            self._communicator,
+            parameter_owner=self._pipeline.ownership.parameter_owner,
+            buffer_owner=self._buffer_owner,
+        )
+
+    @property
+    def _buffer_owner(self) -> Callable[[str], int | None]:
         ownership = self._pipeline.ownership
         owners = {
             name: stage
             for stage in reversed(range(self._communicator.layout.num_stages))
             for name in ownership.owned_buffers(stage)
         }
-        return StateGatherer(
-            self._module, self._communicator, parameter_owner=ownership.parameter_owner, buffer_owner=owners.get
-        )
+        return owners.get
+
+    @property
+    def shares(self) -> ParameterShares:
+        """What each replica of a stage keeps where they share, and writes to a sharded checkpoint."""
+        return ParameterShares(self.module, self._pipeline.ownership, self._communicator.layout)
+
+    @property
+    def optimizer_state_holder(self) -> Callable[[str], int]:
+        """The global rank that a parameter's optimizer state is taken from, by its (first) name."""
+        if self._sharing_group is not None:
+            return self.shares.holder
+        ownership, layout = self._pipeline.ownership, self._communicator.layout
+        return lambda name: layout.global_rank(ownership.parameter_owner(name), 0)
+
+    def state_places(self) -> dict[str, StatePlace]:
+        """For each key of the module's ``state_dict`` the rank that writes it to a sharded checkpoint."""
+        parameters = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        buffers = {id(buffer): name for name, buffer in self.module.named_buffers()}
+        layout, holder, buffer_owner = self._communicator.layout, self.shares.holder, self._buffer_owner
+        stored: dict[int, str] = {}
+        places: dict[str, StatePlace] = {}
+        for key, value in self.module.state_dict(keep_vars=True).items():
+            global_rank = 0
+            if id(value) in parameters:
+                global_rank = holder(parameters[id(value)])
+            elif id(value) in buffers:
+                stage_index = buffer_owner(buffers[id(value)])
+                global_rank = 0 if stage_index is None else layout.global_rank(stage_index, 0)
+            places[key] = StatePlace(global_rank, stored.setdefault(id(value), key))
+        return places
+
+    def held_states(self, optimizer_index: int, states: Mapping[int, Any]) -> dict[int, Any]:
+        """Those of an optimizer's states, by position, that this rank writes to a sharded checkpoint."""
+        names, holder = self.optimizers[optimizer_index].names, self.shares.holder
+        own = self._communicator.global_rank
+        return {position: state for position, state in states.items() if holder(names[position]) == own}
 
     def gather_on_rank_zero(self) -> None:
         """Makes the module whole on global rank 0. Collective over replica 0's pipeline."""
@@ -104,7 +191,7 @@ class PlacedModule:
         stage_index = self._communicator.stage_index
         written = self._pipeline.ownership.owned_buffers(stage_index)
         broadcast_tensors(
-            [buffer for name, buffer in self._module.named_buffers() if name in written],
+            [buffer for name, buffer in self.module.named_buffers() if name in written],
             self._communicator.replica_group,
             source=self._communicator.layout.global_rank(stage_index, 0),
         )
@@ -115,6 +202,6 @@ class PlacedModule:
         gc.collect()
         self._pipeline.restore(values)
         with torch.no_grad():
-            for name, buffer in self._module.named_buffers():
+            for name, buffer in self.module.named_buffers():
                 if name in values:
                     buffer.copy_(values[name])

@@ -186,6 +186,7 @@ def plan_pipeline(
             module_fingerprint=pipeline.module_fingerprint,
             partition=pipeline.planned_step.cut_points_after if options.cut_after else options.partition,
             optimizer_state_ratio=optimizer_state_ratio(optimizers),
+            shards_optimizer=options.shards_optimizer,
         )
     # Every rank has planned alike, or there is a reason to stop: ranks that cut at different places would hang.
     chosen = PipelinePlan.from_json(communicator.broadcast_in_world(plan.to_json()))

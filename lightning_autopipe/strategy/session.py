@@ -57,7 +57,14 @@ class PipelineSession:
         self._given_plan = plan
         self._groups = groups
         self.pipeline = make_pipeline(module, options, plan, communicator, groups, device)
-        self.placed_module = PlacedModule(module, self.pipeline, communicator, device)
+        is_shared = options.shards_optimizer and communicator.layout.num_replicas > 1
+        self.placed_module = PlacedModule(
+            module,
+            self.pipeline,
+            communicator,
+            device,
+            sharing_group=groups.stage if is_shared and groups is not None else None,
+        )
         self.running_step = RunningStep(module, self.pipeline, communicator, device)
         self.training = TrainingSteps(
             self.pipeline, self.running_step, communicator, device, merges_accumulation=options.merges_accumulation

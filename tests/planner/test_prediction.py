@@ -90,6 +90,12 @@ def test_memory_by_hand() -> None:
     assert first.buffer_bytes == 2 * 4  # gradients that may arrive early
     assert first.peak_bytes == 1050 + 600 + 1200 + 158 + 170 + 8
     assert (last.parameter_bytes, last.gradient_bytes, last.optimizer_bytes) == (320, 320, 640)
+    profile = ModelProfile(layers=tuple(layers))
+    given: dict[str, Any] = {"num_stages": 2, "num_microbatches": 4, "module_fingerprint": "x", "partition": [2]}
+    for num_replicas, share in ((1, 1200), (3, 400)):
+        plan = make_plan(profile, num_replicas=num_replicas, shards_optimizer=True, **given)
+        assert plan.stage_predictions[0].optimizer_bytes == share
+        assert plan.stage_predictions[0].gradient_bytes == 600
     assert last.activation_bytes == 0
     assert last.working_bytes == 8 + 40
     assert last.buffer_bytes == 2 * 8 + 4 * 4
