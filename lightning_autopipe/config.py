@@ -133,6 +133,11 @@ class AutoPipeConfig:
     """``"warn"``: where stages take more than 20 % longer or less than planned, by the median of 50 steps, say so once,
     with what a new plan would gain; only for plans of measured layers, not with NCCL. False: not."""
 
+    start_method: str = "auto"
+    """How Lightning starts the processes where no cluster's launcher does. ``"popen"``: it runs the script again.
+    ``"fork"``, ``"spawn"``, ``"forkserver"``: from its own process, which has the trained weights afterwards.
+    ``"auto"``: ``"fork"`` in notebooks, else ``"popen"``."""
+
     process_group_backend: str | None = None
     """Backend of torch.distributed, ``"gloo"`` or ``"nccl"``. None: NCCL on CUDA devices, else gloo."""
 

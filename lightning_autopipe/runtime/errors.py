@@ -1,10 +1,10 @@
-"""The two ways in which a running pipeline fails: in a stage's own code, or between two stages."""
+"""The ways in which a running pipeline fails: in a stage's own code, for lack of memory, or between two stages."""
 
 from __future__ import annotations
 
 from lightning_autopipe.core.errors import PipelineRuntimeError
 
-__all__ = ["CommunicationError", "PipelineRuntimeError", "StageError"]
+__all__ = ["CommunicationError", "OutOfMemoryError", "PipelineRuntimeError", "StageError"]
 
 
 class StageError(PipelineRuntimeError):
@@ -24,6 +24,10 @@ class StageError(PipelineRuntimeError):
         self.microbatch_index = microbatch_index
         self.slice_index = slice_index
         self.direction = direction
+
+
+class OutOfMemoryError(StageError):
+    """Memory was asked for in vain; the message says what was planned, and what to change."""
 
 
 class CommunicationError(PipelineRuntimeError):

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 from typing import TypeVar
 
@@ -17,10 +16,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from lightning_autopipe.core.errors import ConfigurationError, PipelineRuntimeError
-from lightning_autopipe.runtime.members import Member, check_members
+from lightning_autopipe.runtime.members import Member, check_members, check_world_size
 
 T = TypeVar("T")
 
+_ROUND = "lightning_autopipe/round"
 _LOOK_INTERVAL_S = 0.1
 _FAREWELL_S = 3.0
 """How long the process that holds the store waits for the others to read why it ends."""
@@ -49,8 +49,7 @@ def meet(own: Member, *, address: str, port: int, timeout_s: float, launched_by:
     deadline = time.monotonic() + timeout_s
     is_host = own.global_rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     store = _open_store(own, address, port, is_host=is_host, timeout_s=timeout_s)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    hall = _Hall(PrefixStore(f"lightning_autopipe/meeting/{attempt}", store), own, is_host=is_host)
+    hall = _Hall(store, own, is_host=is_host)
     try:
         hall.enter()
         members = hall.wait_for_all(deadline)
@@ -72,44 +71,77 @@ def meet(own: Member, *, address: str, port: int, timeout_s: float, launched_by:
             f"{own}: the store at {address}:{port}, held by global rank 0 or the launcher, went away before all "
             f"processes had met; that process ended: {_first_line(error)}"
         ) from error
-    return store
+    return hall.store_of_round
 
 
 class _Hall:
-    """The part of the store in which processes introduce themselves."""
+    """The part of the store in which processes introduce themselves.
+
+    A launcher that starts processes again (torchrun, after a failure or with other machines) keeps its store, with what
+    those before have left in it. So processes meet in rounds: global rank 0 opens one, and closes it with the list of
+    all who are in it; who is elsewhere goes on to the newest one. How often a launcher has started them is no name for
+    a round: the agents of several machines count for themselves.
+    """
 
     def __init__(self, store: Store, own: Member, *, is_host: bool) -> None:
-        self._store = store
+        self._whole_store = store
         self._own = own
         self._is_host = is_host
+        self._round = 0
+
+    @property
+    def store_of_round(self) -> Store:
+        """The store as nobody before has used it."""
+        return PrefixStore(f"lightning_autopipe/round {self._round}", self._whole_store)
+
+    @property
+    def _store(self) -> Store:
+        return PrefixStore("meeting", self.store_of_round)
 
     def enter(self) -> None:
-        """Take one's place."""
+        """Take one's place: global rank 0 in a round of its own, others in the newest."""
+        self._round = self._whole_store.add(_ROUND, int(self._own.global_rank == 0))
         self._store.add("came", 1)
-        introduction = json.dumps(asdict(self._own))
-        known = self._store.compare_set(self._key(self._own.global_rank), "", introduction).decode()
-        if known != introduction:
+        known = Member.from_json(
+            self._store.compare_set(self._key(self._own.global_rank), "", self._own.to_json()).decode()
+        )
+        if known != self._own and known.identity.is_running():
             self.refuse(
-                f"two processes have global rank {self._own.global_rank}: {Member(**json.loads(known))} and "
+                f"two processes have global rank {self._own.global_rank}: {known} and "
                 f"{self._own}. Each needs a rank of its own (RANK, or NODE_RANK and LOCAL_RANK, or SLURM_PROCID), and "
                 "each run a port of its own (MASTER_PORT)"
             )
 
     def wait_for_all(self, deadline: float) -> list[Member] | None:
-        """All members by global rank; None at the deadline."""
-        ranks = range(self._own.world_size)
-        while not self._store.check([self._key(global_rank) for global_rank in ranks]):
+        """All members by global rank; None at the deadline.
+
+        Raises:
+            ConfigurationError: Global rank 0 counts other processes.
+        """
+        keys = [self._key(global_rank) for global_rank in range(self._own.world_size)]
+        while True:
+            if self._own.global_rank == 0 and self._store.check(keys):
+                self._store.set("closed", json.dumps([member.to_json() for member in self.present()]))
+            if self._store.check(["closed"]):
+                members = [Member.from_json(text) for text in json.loads(self._store.get("closed"))]
+                if self._own in members:
+                    return members
             if self._store.check(["problem"]):
                 self.refuse("")
-            if time.monotonic() >= deadline:
+            is_late = time.monotonic() >= deadline
+            first = self.present(1)
+            if first and (is_late or first[0].identity.is_running()):
+                check_world_size([first[0], self._own])
+            if self._whole_store.add(_ROUND, 0) != self._round:
+                self.enter()
+            elif is_late:
                 return None
             time.sleep(_LOOK_INTERVAL_S)
-        return self.present()
 
-    def present(self) -> list[Member]:
-        """Who has come, by global rank."""
-        keys = [self._key(global_rank) for global_rank in range(self._own.world_size)]
-        return [Member(**json.loads(self._store.get(key))) for key in keys if self._store.check([key])]
+    def present(self, world_size: int | None = None) -> list[Member]:
+        """Who has come, by global rank; of the first so many."""
+        keys = [self._key(global_rank) for global_rank in range(world_size or self._own.world_size)]
+        return [Member.from_json(self._store.get(key)) for key in keys if self._store.check([key])]
 
     def missing(self) -> list[int]:
         """Who has not."""

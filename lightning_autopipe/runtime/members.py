@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.runtime.liveness import ProcessIdentity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,17 @@ class Member:
     """What the user set, by name, as text: the same on all processes."""
     host: str = field(default_factory=socket.gethostname)
     process: str = field(default_factory=lambda: f"{os.getpid()}")
+    identity: ProcessIdentity = field(default_factory=ProcessIdentity.of_this_process)
+
+    def to_json(self) -> str:
+        """As text for a store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Member:
+        """What `to_json` wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "identity": ProcessIdentity(**values["identity"])})
 
     def __str__(self) -> str:
         return (
@@ -47,14 +60,8 @@ def check_members(members: Sequence[Member]) -> None:
     Raises:
         ConfigurationError: they do not.
     """
+    check_world_size(members)
     first = members[0]
-    for member in members:
-        if member.world_size != len(members):
-            raise ConfigurationError(
-                f"{_as_told(member, 'world size', member.world_size)}, but {_as_told(first, 'it', first.world_size)}: "
-                "start all processes by one launcher. Lightning's own takes the same number of devices on every node; "
-                "torchrun starts unlike numbers"
-            )
     for member in members:
         for name, value in first.settings.items():
             if member.settings.get(name) != value:
@@ -76,8 +83,20 @@ def check_members(members: Sequence[Member]) -> None:
     _check_accelerators(members)
 
 
-def _as_told(member: Member, what: str, world_size: int) -> str:
-    return f"{what} is {world_size} for {member}"
+def check_world_size(members: Sequence[Member]) -> None:
+    """Check that processes of a run count the same number of them.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    first = members[0]
+    for member in members:
+        if member.world_size != first.world_size:
+            raise ConfigurationError(
+                f"world size is {member.world_size} for {member}, but it is {first.world_size} for {first}: start all "
+                "processes by one launcher. Lightning's own takes the same number of devices on every node; torchrun "
+                "starts unlike numbers"
+            )
 
 
 def _check_node(node_rank: int, members: Sequence[Member]) -> None:

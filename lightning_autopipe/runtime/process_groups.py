@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.runtime.group_cache import GroupCache, close_older_groups, groups_for
 from lightning_autopipe.runtime.p2p_transport import P2PTransport
 
 
@@ -22,6 +21,8 @@ class ProcessGroups:
     layout: ParallelLayout
     global_rank: int
     timeout_s: float
+    backend: str | None
+    """Of all groups but `control`; None: the default group's."""
     control: dist.ProcessGroup
     """All ranks, always gloo: small CPU messages (headers, decisions, found-inf, logged values)."""
     pipeline: dist.ProcessGroup
@@ -61,10 +62,6 @@ class ProcessGroups:
         )
 
 
-_latest: tuple[dist.ProcessGroup, dict[Any, ProcessGroups]] | None = None
-"""The default group and the groups made for it, by arguments; with another default group the ranks have met anew."""
-
-
 def create_process_groups(
     layout: ParallelLayout,
     *,
@@ -85,38 +82,31 @@ def create_process_groups(
     Raises:
         ConfigurationError: The layout does not fit the number of processes.
     """
-    global _latest
-    world = dist.group.WORLD
-    assert world is not None, "init_process_group comes first"
     if dist.get_world_size() != layout.world_size:
         raise ConfigurationError(
             f"{layout.num_stages} stages x {layout.num_replicas} replicas need {layout.world_size} processes; there "
             f"are {dist.get_world_size()}: change num_stages, num_replicas or the number of devices and nodes"
         )
     stage_sets = sorted({tuple(sorted(stages)) for stages in tied_stages if len(set(stages)) > 1})
-    if _latest is None or _latest[0] is not world:
-        _latest = (world, {})
-    known = _latest[1]
-    key = (layout, timeout_s, tuple(stage_sets), backend)
-    if key not in known:
-        known[key] = _create(layout, timeout_s, stage_sets, backend)
-    return known[key]
+    cache = groups_of(layout, timeout_s=timeout_s, backend=backend)
+    groups = cache.once(("groups", tuple(stage_sets)), lambda: _create(cache, layout, timeout_s, stage_sets, backend))
+    close_older_groups()
+    return groups
+
+
+def groups_of(layout: ParallelLayout, *, timeout_s: float, backend: str | None) -> GroupCache:
+    """All groups of a layout with these limits, for whoever makes more of them."""
+    return groups_for((layout, timeout_s, backend))
 
 
 def _create(
-    layout: ParallelLayout, timeout_s: float, stage_sets: list[tuple[int, ...]], backend: str | None
+    cache: GroupCache, layout: ParallelLayout, timeout_s: float, stage_sets: list[tuple[int, ...]], backend: str | None
 ) -> ProcessGroups:
     global_rank = dist.get_rank()
     stage_index, replica_index = layout.stage_index(global_rank), layout.replica_index(global_rank)
 
     def group(description: str, ranks: Iterable[int], *, group_backend: str | None = backend) -> dist.ProcessGroup:
-        new: dist.ProcessGroup = dist.new_group(
-            sorted(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend=group_backend,
-            group_desc=f"autopipe {description}",
-        )
-        return new
+        return cache.new_group(ranks, timeout_s=timeout_s, backend=group_backend, what=description)
 
     # Every rank creates every group, its own or not, in this one order.
     control = group("control", range(layout.world_size), group_backend="gloo")
@@ -135,6 +125,7 @@ def _create(
         layout=layout,
         global_rank=global_rank,
         timeout_s=timeout_s,
+        backend=backend,
         control=control,
         pipeline=own["pipeline"],
         stage=by_stage[stage_index],

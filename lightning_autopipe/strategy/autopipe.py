@@ -76,6 +76,9 @@ class AutoPipeStrategy(ModuleStrategy):
             in Perfetto and a picture; figures of all steps then go to the Trainer's loggers.
         replan: ``"warn"`` tells where stages take other times than planned for long, with what a new plan would gain;
             False does not.
+        start_method: How Lightning starts the processes where no cluster's launcher does: ``"popen"`` runs the script
+            again; ``"fork"``, ``"spawn"`` and ``"forkserver"`` start them from this process; ``"auto"`` is ``"fork"``
+            in notebooks, else ``"popen"``.
         process_group_backend: ``"gloo"`` or ``"nccl"``; None is NCCL on CUDA devices, else gloo.
         timeout: How long a rank waits for another one before the run ends with an error; a timedelta, or seconds.
         accelerator: As in every Lightning strategy, and so the remaining ones.
@@ -114,6 +117,7 @@ class AutoPipeStrategy(ModuleStrategy):
         recompute: bool | Auto = "auto",
         trace: str | Path | None = None,
         replan: str | bool = "warn",
+        start_method: str = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | float = DEFAULT_TIMEOUT_S,
         accelerator: pl.accelerators.Accelerator | None = None,
@@ -143,6 +147,7 @@ class AutoPipeStrategy(ModuleStrategy):
             recompute=recompute,
             trace=trace,
             replan=replan,
+            start_method=start_method,
             process_group_backend=process_group_backend,
             timeout=timeout,
         )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
-from torch._C._distributed_c10d import PrefixStore
 
 from lightning_autopipe.core.errors import ConfigurationError, PipelineRuntimeError
 from lightning_autopipe.core.layout import ParallelLayout
@@ -20,14 +19,12 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.planner import resolve_sizes
 from lightning_autopipe.runtime.meeting import meet
 from lightning_autopipe.runtime.members import Member
-from lightning_autopipe.runtime.process_groups import ProcessGroups
+from lightning_autopipe.runtime.process_groups import ProcessGroups, groups_of
 from lightning_autopipe.schedules.catalog import check_trainable
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.options import StrategyOptions
 
 _LONGEST_TEXT = 100
-_cached: tuple[dist.ProcessGroup, dict[Any, Any]] | None = None
-"""The default group, and what was made for it; another default group means that the processes met anew."""
 
 
 def given_plan(options: StrategyOptions) -> PipelinePlan | None:
@@ -114,7 +111,7 @@ def join_processes(environment: ClusterEnvironment, own: Member, *, device: torc
         _init_dist_connection(
             environment,
             own.backend,
-            store=PrefixStore("default_pg", store),
+            store=store,
             timeout=timedelta(seconds=timeout_s),
             device_id=device if own.backend == "nccl" else None,
         )
@@ -143,24 +140,18 @@ def make_communicator(groups: ProcessGroups | None, layout: ParallelLayout, devi
     if groups is None:
         return Communicator(layout=layout, global_rank=0, device=device)
     global_rank = groups.global_rank
-    known = _known()
-    key = ("objects", layout, groups.timeout_s)
-    if key not in known:
+    cache = groups_of(layout, timeout_s=groups.timeout_s, backend=groups.backend)
 
+    def make() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         def gloo_group(ranks: Iterable[int], what: str) -> dist.ProcessGroup:
-            group: dist.ProcessGroup = dist.new_group(
-                sorted(ranks),
-                timeout=timedelta(seconds=groups.timeout_s),
-                backend="gloo",
-                group_desc=f"autopipe objects {what}",
-            )
-            return group
+            return cache.new_group(ranks, timeout_s=groups.timeout_s, backend="gloo", what=f"objects {what}")
 
         # Every rank makes every group, its own or not, in this one order.
         pipelines = [gloo_group(layout.pipeline_ranks(r), f"pipeline {r}") for r in range(layout.num_replicas)]
         stages = [gloo_group(layout.stage_ranks(s), f"stage {s}") for s in range(layout.num_stages)]
-        known[key] = pipelines[groups.replica_index], stages[groups.stage_index]
-    pipeline_group, replica_group = known[key]
+        return pipelines[groups.replica_index], stages[groups.stage_index]
+
+    pipeline_group, replica_group = cache.once("objects", make)
     return Communicator(
         layout=layout,
         global_rank=global_rank,
@@ -171,32 +162,18 @@ def make_communicator(groups: ProcessGroups | None, layout: ParallelLayout, devi
     )
 
 
-def with_ties(groups: ProcessGroups, tied_stages: Iterable[Collection[int]], backend: str | None) -> ProcessGroups:
+def with_ties(groups: ProcessGroups, tied_stages: Iterable[Collection[int]]) -> ProcessGroups:
     """The same groups and one for each set of stages that share parameters. Collective over all ranks.
 
     The plan tells the ties, and is made long after the groups.
     """
     layout = groups.layout
-    known = _known()
+    cache = groups_of(layout, timeout_s=groups.timeout_s, backend=groups.backend)
     ties: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for stages in sorted({tuple(sorted(set(stages))) for stages in tied_stages}):
-        key = ("tie", layout, groups.timeout_s, backend, stages)
-        if key not in known:
-            known[key] = dist.new_group(
-                sorted(rank for stage in stages for rank in layout.stage_ranks(stage)),
-                timeout=timedelta(seconds=groups.timeout_s),
-                backend=backend,
-                group_desc=f"autopipe tie {stages}",
-            )
+        ranks = [rank for stage in stages for rank in layout.stage_ranks(stage)]
+        make = partial(cache.new_group, ranks, timeout_s=groups.timeout_s, backend=groups.backend, what=f"tie {stages}")
+        group = cache.once(("tie", stages), make)
         if groups.stage_index in stages:
-            ties[stages] = known[key]
+            ties[stages] = group
     return replace(groups, ties=ties)
-
-
-def _known() -> dict[Any, Any]:
-    global _cached
-    world = dist.group.WORLD
-    assert world is not None, "init_process_group comes first"
-    if _cached is None or _cached[0] is not world:
-        _cached = (world, {})
-    return _cached[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 _STARTED_BY = "LIGHTNING_AUTOPIPE_STARTED_BY"
 _TOLD_BY_LAUNCHER = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE")
@@ -36,6 +38,38 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         port = self.cluster_environment.main_port
         os.environ[_STARTED_BY] = " ".join((str(os.getpid()), str(port), *added))
         super()._call_children_scripts()
+
+
+class WorkerLauncher(_MultiProcessingLauncher):
+    """Starts a process for each device from this one, and brings back here what global rank 0 has found.
+
+    After a fit this process has the trained weights, the metrics for callbacks, the path of the best checkpoint (all by
+    Lightning's own means), and the plan.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            self.kill(signal.SIGKILL)  # who interrupts this process means all of them
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._wrapping_function(*args, **kwargs)
+        except BaseException as error:
+            self._strategy.on_exception(error)  # Lightning calls it in the launching process only
+            raise
+
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        strategy: Any = trainer.strategy
+        # As bytes: Lightning moves all it finds to the CPU, and stops at frozen types.
+        found = pickle.dumps((strategy.plan, strategy.profile))
+        return {**super().get_extra_results(trainer), "autopipe": found}
+
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        strategy: Any = trainer.strategy
+        strategy.note_workers_plan(*pickle.loads(extra["autopipe"]))
 
 
 def forget_another_launch() -> None:

@@ -167,7 +167,8 @@ class ModuleStrategy(PlanningStrategy):
         return closure_loss
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
+        with self.naming_first_error():
+            result = super().optimizer_step(*args, **kwargs)
         watch = self.session.training.watch
         if watch is not None:
             watch.recorder.note_rest(StepEnd.OPTIMIZER)

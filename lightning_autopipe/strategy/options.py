@@ -28,6 +28,7 @@ _SCHEDULES = ("auto", *TRAINING_SCHEDULES)
 _PROFILES = ("auto", "measured", "flops")
 _BACKENDS = (None, "gloo", "nccl")
 _CHECKPOINT_FORMATS = ("auto", "consolidated", "sharded", "sharded_async")
+_START_METHODS = ("auto", "popen", "spawn", "fork", "forkserver")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,10 @@ class StrategyOptions:
     replan: str | bool = "warn"
     """``"warn"``: tell where stages take other times than planned for long, with what a new plan would gain; only for
     plans of measured layers, not with NCCL. False: not."""
+    start_method: str = "auto"
+    """How Lightning starts the processes on its machine where no cluster's launcher does, as for its ``ddp``:
+    ``"popen"`` runs the script again; ``"fork"``, ``"spawn"`` and ``"forkserver"`` start them from this process, which
+    has the trained weights afterwards. ``"auto"``: ``"fork"`` in notebooks, else ``"popen"``."""
     process_group_backend: str | None = None
     """``"gloo"`` or ``"nccl"``. None: NCCL on CUDA devices, else gloo."""
     timeout: timedelta | float = DEFAULT_TIMEOUT_S
@@ -109,6 +114,7 @@ class StrategyOptions:
         _check_choice("loss_over", self.loss_over, ("microbatch", "batch", "auto"))
         _check_choice("profile", self.profile, _PROFILES)
         _check_choice("process_group_backend", self.process_group_backend, _BACKENDS)
+        _check_choice("start_method", self.start_method, _START_METHODS)
         _check_bool("gather_after_fit", self.gather_after_fit)
         _check_choice("verify", self.verify, ("auto", True, False))
         _check_choice("deferred_batch_norm", self.deferred_batch_norm, ("auto", True, False))

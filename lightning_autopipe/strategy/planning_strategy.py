@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +23,7 @@ from lightning_autopipe.strategy.layout_search import (
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.loader import PipelineLoader
 from lightning_autopipe.strategy.options import StrategyOptions
+from lightning_autopipe.strategy.out_of_memory import explained
 from lightning_autopipe.strategy.planning import in_training_mode
 from lightning_autopipe.strategy.process_strategy import ProcessStrategy
 from lightning_autopipe.strategy.replica_limit import can_be_dealt, shareable_counts
@@ -41,6 +44,8 @@ class PlanningStrategy(ProcessStrategy):
         self._found_profile: ModelProfile | None = None
         self._planned_cluster: ClusterTopology | None = None
         """What the plan was searched for."""
+        self._workers_plan: PipelinePlan | None = None
+        """Where this process has started others, what they ran by."""
 
     @property
     def session(self) -> PipelineSession:
@@ -51,7 +56,7 @@ class PlanningStrategy(ProcessStrategy):
     @property
     def plan(self) -> PipelinePlan | None:
         """The plan that the module runs by; None before the first batch. Save it to use it again."""
-        return None if self._session is None else self._session.current_plan
+        return self._workers_plan if self._session is None else self._session.current_plan
 
     @property
     def profile(self) -> ModelProfile | None:
@@ -62,6 +67,10 @@ class PlanningStrategy(ProcessStrategy):
         if self._found_profile is not None:
             return self._found_profile
         return None if self._session is None else self._session.current_profile
+
+    def note_workers_plan(self, plan: PipelinePlan | None, profile: ModelProfile | None) -> None:
+        """Takes over what processes that this one has started found; they have ended."""
+        self._workers_plan, self._found_profile = plan, profile
 
     @property
     def trainer(self) -> pl.Trainer:
@@ -74,6 +83,19 @@ class PlanningStrategy(ProcessStrategy):
         """The trainer's."""
         trainer: Any = self.trainer
         return trainer.callbacks  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def naming_first_error(self) -> Iterator[None]:
+        """A context in which an error that another rank's failure has caused is raised as that failure.
+
+        Lack of memory is raised with what was planned, and what to change.
+        """
+        stage_index = self.layout.stage_index(self.global_rank)
+        with (
+            super().naming_first_error(),
+            explained(lambda: self.plan, self.global_rank, stage_index, self.root_device),
+        ):
+            yield
 
     @property
     def is_in_step(self) -> bool:

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _sync_ddp,
 )
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.seed import _collect_rng_states, reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
@@ -35,10 +36,10 @@ from lightning_autopipe.strategy.environment import (
     resolve_layout,
     settings_as_text,
 )
-from lightning_autopipe.strategy.launcher import ScriptLauncher, forget_another_launch, with_given_ranks
+from lightning_autopipe.strategy.launcher import ScriptLauncher, WorkerLauncher, forget_another_launch, with_given_ranks
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.random_state import default_sampler_seed
-from lightning_autopipe.strategy.refusals import refuse_interactive_session, refuse_sync_batchnorm
+from lightning_autopipe.strategy.refusals import refuse_start_method, refuse_sync_batchnorm
 from lightning_autopipe.strategy.trace_files import check_folder
 
 T = TypeVar("T")
@@ -171,8 +172,20 @@ class ProcessStrategy(ParallelStrategy):
             check_folder(self.options.trace_folder)
         assert self.layout
         if self.world_size > 1:
-            refuse_interactive_session(self.world_size)
-            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = self._make_launcher()
+
+    def _make_launcher(self) -> Any:
+        assert self.cluster_environment is not None
+        start_method = self.options.start_method
+        if start_method == "auto":
+            start_method = "fork" if _IS_INTERACTIVE else "popen"
+        if self.cluster_environment.creates_processes_externally:
+            start_method = "popen"  # Lightning starts none
+        else:
+            refuse_start_method(start_method, gather_after_fit=self.options.gather_after_fit)
+        if start_method != "popen":
+            return WorkerLauncher(self, start_method)
+        return ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -36,8 +36,6 @@ def gradients_of_rank(
     pipeline: Pipeline,
     communicator: Communicator,
     groups: ProcessGroups | None,
-    *,
-    backend: str | None,
 ) -> RankGradients:
     """The gradients of what is placed on this rank. Collective over all ranks.
 
@@ -46,7 +44,6 @@ def gradients_of_rank(
         pipeline: Knows what the ranks own.
         communicator: This rank's groups for objects.
         groups: The runtime's groups; None where there is one process.
-        backend: Of the groups of stages that share parameters.
     """
     layout, ownership = communicator.layout, pipeline.ownership
     owned = [ownership.owned_parameters(stage) for stage in range(layout.num_stages)]
@@ -59,7 +56,7 @@ def gradients_of_rank(
     replicas: GradientReducer | None = None
     if groups is not None:
         if stages_by_name:
-            ties = TiedParameters(stages_by_name, with_ties(groups, stages_by_name.values(), backend))
+            ties = TiedParameters(stages_by_name, with_ties(groups, stages_by_name.values()))
         if layout.num_replicas > 1:
             replicas = GradientReducer(groups.stage, name=f"the replicas of stage {communicator.stage_index}")
     own = ownership.in_order_of_use({name: p for name, p in module.named_parameters() if not is_absent(p)})

@@ -84,20 +84,27 @@ def refuse_other_namespace(name: str, value: object, kind: type) -> None:
         )
 
 
-def refuse_interactive_session(num_processes: int) -> None:
-    """Raises in a notebook or another interactive session, where several processes cannot be started.
+def refuse_start_method(start_method: str, *, gather_after_fit: bool) -> None:
+    """Raises where processes cannot be started in this way, or would keep what they have trained for themselves.
 
     Args:
-        num_processes: On all machines.
+        start_method: Other than ``"auto"``.
+        gather_after_fit: Whether rank 0 has the whole module after a fit.
 
     Raises:
-        ConfigurationError: it is one.
+        ConfigurationError: they would.
     """
-    if _IS_INTERACTIVE:
+    if _IS_INTERACTIVE and start_method != "fork":
         raise ConfigurationError(
-            f"{num_processes} processes cannot be started from a notebook or another interactive session: each of them "
-            "runs the script again from its first line, and here is none. Put the code into a file and run that "
-            "(python script.py, or torchrun), or set devices=1"
+            f"start_method={start_method!r} starts no processes from a notebook or another interactive session: they "
+            "would run the script again, or import it, and here is none. Leave it 'auto' (or set 'fork'), or put the "
+            "code into a file and run that"
+        )
+    if start_method != "popen" and not gather_after_fit:
+        raise ConfigurationError(
+            f"with start_method={start_method!r} the module is trained in other processes, and comes back whole from "
+            "rank 0; with gather_after_fit=False it would stay untrained here. Leave gather_after_fit=True, or set "
+            "start_method='popen' (in a script)"
         )
 
 

@@ -90,7 +90,9 @@ class PipelineSession:
         self.training.note_total_weight(batch_size * sum(shares) / shares[0])  # the batch is replica 0's
         self.running_step.share_step_metrics()
         if self.communicator.global_rank == 0:
-            Console(width=None if Console().is_terminal else 120).print(plan_table(self.current_plan))
+            # As text in notebooks, too: what a process that was forked from one displays is lost.
+            width = None if Console().is_terminal else 120
+            Console(width=width, force_jupyter=False).print(plan_table(self.current_plan))
 
     def make_ready(self) -> None:
         """Leaves this rank its own part of the planned module, on its device. Collective over all ranks."""
@@ -100,7 +102,6 @@ class PipelineSession:
             self.pipeline,
             self.communicator,
             self._groups,
-            backend=self.options.process_group_backend,
         )
         self.is_ready = True
 

@@ -34,12 +34,36 @@ trainer.fit(Regression(), DataLoader(torch.randn(16, 4), batch_size=8))
 print("STEPS", trainer.global_step, trainer.strategy.plan.layout.num_stages, sys.prefix)
 """
 TWO_PROCESSES = """
+for _ in range(2):
+    module = Regression()
+    before = module.net[0].weight.detach().clone(), module.net[2].weight.detach().clone()
+    trainer = pl.Trainer(strategy="autopipe_h", devices=2, max_epochs=2, **quiet)
+    trainer.fit(module, DataLoader(torch.randn(16, 4), batch_size=8))
+    moved = not torch.equal(before[0], module.net[0].weight), not torch.equal(before[1], module.net[2].weight)
+    print("MOVED", *moved, trainer.strategy.plan.layout.world_size, trainer.state.status)
+"""
+AN_ERROR = """
+class Fails(Regression):
+    def training_step(self, batch, batch_idx):
+        if self.current_epoch == 1:
+            raise ValueError("a reason in a step")
+        return super().training_step(batch, batch_idx)
+
+import multiprocessing
 try:
-    pl.Trainer(strategy="autopipe_h", devices=2, **quiet)
+    trainer = pl.Trainer(strategy="autopipe_h", devices=2, max_epochs=2, **quiet)
+    trainer.fit(Fails(), DataLoader(torch.randn(16, 4), batch_size=8))
+except Exception as error:
+    print("a reason in a step" in str(error), multiprocessing.active_children())
+"""
+SPAWN = """
+from lightning_autopipe import AutoPipeStrategy
+
+try:
+    pl.Trainer(strategy=AutoPipeStrategy(start_method="spawn"), devices=2, **quiet)
 except Exception as error:
     print(type(error).__name__, error)
 """
-
 
 EXECUTE = """
 import nbclient, nbformat
@@ -49,13 +73,16 @@ nbformat.write(notebook, "notebook.ipynb")
 """
 
 
-def test_a_notebook_trains_in_its_own_process(user_python: Path, tmp_path: Path) -> None:
+def test_a_notebook(user_python: Path, tmp_path: Path) -> None:
     path = tmp_path / "notebook.ipynb"
-    cells = [nbformat.v4.new_code_cell(source) for source in (MODULE, FIT, TWO_PROCESSES)]
+    cells = [nbformat.v4.new_code_cell(source) for source in (MODULE, FIT, TWO_PROCESSES, AN_ERROR, SPAWN)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     run(user_python, "-c", EXECUTE, cwd=tmp_path)
     executed = nbformat.read(path, as_version=4)
-    _, fit, two_processes = ("".join(output.get("text", "") for output in cell.outputs) for cell in executed.cells)
+    outputs = ["".join(output.get("text", "") for output in cell.outputs) for cell in executed.cells]
+    _, fit, two_processes, an_error, spawn = outputs
     assert f"STEPS 4 1 {user_python.parents[1]}" in fit
-    assert "ConfigurationError 2 processes cannot be started from a notebook" in two_processes
-    assert "set devices=1" in two_processes
+    assert two_processes.count("MOVED True True 2 TrainerStatus.FINISHED") == 2, two_processes
+    assert "samples/s" in two_processes  # the plan
+    assert "True []" in an_error, an_error
+    assert "ConfigurationError start_method='spawn' starts no processes from a notebook" in spawn, spawn

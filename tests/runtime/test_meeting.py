@@ -6,13 +6,16 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_autopipe.core.errors import AutoPipeError, ConfigurationError, PipelineRuntimeError
 from lightning_autopipe.runtime import meeting
+from lightning_autopipe.runtime.liveness import ProcessIdentity
 from lightning_autopipe.runtime.meeting import meet
 from lightning_autopipe.runtime.members import Member, check_members
 from tests.harness import describe, run_processes, run_processes_to_end
@@ -150,7 +153,8 @@ def test_two_processes_of_one_rank_end_all(environment: dict[str, str], free_por
 def test_world_sizes_that_differ_end_who_waits(environment: dict[str, str], free_port: str) -> None:
     members = [member(0, world_size=3), member(1)]
     for said in meet_in_vain(members, 300.0, environment, free_port):
-        assert "world size is 3 for global rank 0" in said
+        assert "world size is 2 for global rank 1" in said
+        assert "it is 3 for global rank 0" in said
 
 
 def test_the_end_of_rank_0_ends_who_waits(free_port: str) -> None:
@@ -190,3 +194,31 @@ def test_a_port_in_use_is_told_by_both_sides(silent_port: int, monkeypatch: pyte
 def test_an_address_where_nobody_listens(address: str, free_port: str) -> None:
     with pytest.raises(PipelineRuntimeError, match=rf"global rank 1 .* waited 0.5 s .* at {address}:{free_port}"):
         meet(member(1), address=address, port=int(free_port), timeout_s=0.5, launched_by="a test")
+
+
+ENDED = ProcessIdentity(machine=ProcessIdentity.of_this_process().machine, pid=2**30, start_ticks=0)
+
+
+@pytest.mark.parametrize("num_before", [1, 2, 3])
+def test_those_of_an_earlier_start_are_not_taken_for_this_one(num_before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that starts processes again keeps its store; rank 0 comes last here."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    before = [member(rank, world_size=num_before, identity=ENDED, process="before") for rank in range(num_before)]
+    halls = [meeting._Hall(store, one, is_host=False) for one in before]
+    for hall in halls:
+        hall.enter()
+    assert all(hall.wait_for_all(0.0) == before for hall in halls)
+
+    now = [member(rank, process=str(rank)) for rank in range(2)]
+    with ThreadPoolExecutor() as threads:
+        met = []
+        for one in reversed(now):
+            met.append(
+                threads.submit(meet, one, address="127.0.0.1", port=store.port, timeout_s=20, launched_by="a test")
+            )
+            time.sleep(0.3)
+        stores = [found.result() for found in met]
+    stores[0].set("said", "by one of them")
+    assert stores[1].get("said") == b"by one of them"
+    assert not halls[0].store_of_round.check(["said"])

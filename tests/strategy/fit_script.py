@@ -1,12 +1,13 @@
 """What a user's own script looks like; run by `test_launch` under Lightning's launcher and under torchrun.
 
-Usage: fit_script.py DEVICES (pipeline | a strategy's name) [NUM_NODES [a command to start after the fit]]
+Usage: fit_script.py DEVICES (pipeline | spawn | a strategy's name) [NUM_NODES [a command to start after the fit]]
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -34,11 +35,15 @@ class Regression(pl.LightningModule):
 def main() -> None:
     pl.seed_everything(1)
     module = Regression()
+    strategy: Any = sys.argv[2]
+    if strategy in ("pipeline", "spawn"):
+        start_method = "spawn" if strategy == "spawn" else "auto"
+        strategy = AutoPipeStrategy(num_replicas=1, num_microbatches=1, start_method=start_method)
     data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=int(sys.argv[1]),
-        strategy=AutoPipeStrategy(num_replicas=1, num_microbatches=1) if sys.argv[2] == "pipeline" else sys.argv[2],
+        strategy=strategy,
         num_nodes=int(sys.argv[3]) if len(sys.argv) > 3 else 1,
         max_epochs=2,
         logger=False,

@@ -38,7 +38,7 @@ def talk() -> dict[str, Any]:
     else:
         like = torch.empty(2, 2, dtype=torch.bfloat16)
         answers["received"] = communicator.receive(like, source=me + 1), communicator.receive_object(source=me + 1)
-    tied = with_ties(groups, [(0, 1), [1, 0]], None)
+    tied = with_ties(groups, [(0, 1), [1, 0]])
     dist.barrier()  # who leaves closes its connections, and others may still be connecting
     answers["ties"] = {stages: dist.get_process_group_ranks(group) for stages, group in tied.ties.items()}
     return answers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -52,6 +53,8 @@ class FailingModule(MlpModule):
     def _fail(self, x: Tensor) -> Tensor:
         if self.how == "forward" and self.is_real(x):
             raise ValueError("a reason in forward")
+        if self.how == "memory" and self.is_real(x):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         if self.how == "backward":
             return FailsBackward.apply(x)
         if self.how == "exit" and self.is_real(x):
@@ -131,6 +134,19 @@ def test_an_exception_ends_all_processes_and_is_shown_on_rank_zero(how: str, tmp
     assert not list(tmp_path.glob("*.ckpt"))
 
 
+def test_lack_of_memory_is_raised_with_what_to_change(tmp_path: Any) -> None:
+    outcomes = end_of("memory", tmp_path)
+    assert not any(outcome.killed_by_harness for outcome in outcomes), describe(outcomes)
+    said = outcomes[1].traceback or ""
+    for words in (
+        r"global rank 1 is out of memory: stage 1 of 3 failed in the forward of micro-batch 0: OutOfMemoryError: CUDA",
+        r"Planned were \d.* for the stage \(parameters .* micro-batches .*\)\. At its fullest .* had \d",
+        r"more num_stages \(now 3\); more num_microbatches \(now 2\).*precision='bf16-mixed'",
+    ):
+        assert re.search(words, said), describe(outcomes)
+    assert "global rank 1 is out of memory" in (outcomes[0].traceback or "").strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize("how", ["exit", "kill"])
 def test_a_process_that_dies_takes_the_others_along(how: str, tmp_path: Any) -> None:
     outcomes = end_of(how, tmp_path)
@@ -153,6 +169,37 @@ def test_a_rank_that_refuses_alone() -> None:
     assert all(outcome.exit_code not in (0, None) for outcome in outcomes), describe(outcomes)
     assert not any(outcome.killed_by_harness for outcome in outcomes), describe(outcomes)
     assert "automatic_optimization is False" in outcomes[0].output, describe(outcomes)
+
+
+class Interrupted(pl.Callback):
+    """Ctrl-C, which a terminal sends to all processes, and a launcher of several machines to one."""
+
+    def __init__(self, global_ranks: tuple[int, ...]) -> None:
+        self.global_ranks = global_ranks
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 3 and trainer.global_rank in self.global_ranks:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def fit_until_interrupted(global_ranks: tuple[int, ...]) -> None:
+    trainer = quiet_trainer(
+        AutoPipeStrategy(num_replicas=1, timeout=60),
+        num_processes=2,
+        max_epochs=50,
+        callbacks=[Interrupted(global_ranks)],
+    )
+    trainer.fit(seeded(MlpModule), datamodule=InOrder(regression_data(16), batch_size=4))
+
+
+@pytest.mark.parametrize("global_ranks", [(0,), (0, 1)], ids=["rank 0", "all ranks"])
+def test_an_interrupt_ends_all(global_ranks: tuple[int, ...]) -> None:
+    outcomes = run_processes_to_end(
+        2, fit_until_interrupted, global_ranks, timeout_s=60, initialize_process_group=False
+    )
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1], describe(outcomes)
+    assert not any(outcome.killed_by_harness for outcome in outcomes), describe(outcomes)
+    assert "KeyboardInterrupt" in outcomes[0].output + outcomes[1].output, describe(outcomes)
 
 
 class AsksToEnd(pl.Callback):

@@ -49,6 +49,11 @@ def test_lightnings_launcher(expected: str) -> None:
     assert results(start(*command, "1", *command)) == [expected, expected]
 
 
+def test_processes_of_the_script_s_own(expected: str) -> None:
+    """The process that started them has the trained weights and the metrics."""
+    assert results(start(sys.executable, str(SCRIPT), "2", "spawn")) == [expected]
+
+
 def test_torchrun_on_two_nodes_of_unlike_numbers_of_processes(expected: str) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
