@@ -34,12 +34,12 @@ class GroupCache:
 
     def new_group(self, ranks: Iterable[int], *, timeout_s: float, backend: str | None, what: str) -> dist.ProcessGroup:
         """A group, which ends with this cache."""
-        group: dist.ProcessGroup = dist.new_group(
+        group: Any = dist.new_group(
             sorted(ranks), timeout=timedelta(seconds=timeout_s), backend=backend, group_desc=f"autopipe {what}"
         )
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(group, dist.ProcessGroup):  # else this rank is no member
             self._groups.append(group)
-        return group
+        return group  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Closes all connections."""
