@@ -176,7 +176,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def _make_launcher(self) -> Any:
         assert self.cluster_environment is not None
-        start_method = self.options.start_method
+        start_method: Any = self.options.start_method
         if start_method == "auto":
             start_method = "fork" if _IS_INTERACTIVE else "popen"
         if self.cluster_environment.creates_processes_externally:

@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 
+import lightning.pytorch as pl
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment
 
+from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.strategy import AutoPipeStrategy, process_strategy, refusals
 from lightning_autopipe.strategy.launcher import (
     GivenRanksEnvironment,
     ScriptLauncher,
+    WorkerLauncher,
     forget_another_launch,
     with_given_ranks,
 )
@@ -107,3 +111,34 @@ def test_ranks_that_are_given_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (environment.node_rank(), environment.local_rank()) == (2, 1)
     slurm = SLURMEnvironment()
     assert with_given_ranks(slurm) is slurm, "the user's own choice stays"
+
+
+def test_processes_are_forked_from_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="autopipe_h", logger=False)
+    assert isinstance(trainer.strategy.launcher, ScriptLauncher)
+    for module in (process_strategy, refusals):
+        monkeypatch.setattr(module, "_IS_INTERACTIVE", True)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="autopipe_h", logger=False)
+    launcher = trainer.strategy.launcher
+    assert isinstance(launcher, WorkerLauncher)
+    assert launcher.is_interactive_compatible
+
+
+@pytest.mark.parametrize("start_method", ["popen", "spawn", "forkserver"])
+def test_what_a_notebook_cannot_start(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "_IS_INTERACTIVE", True)
+    with pytest.raises(ConfigurationError, match=rf"start_method='{start_method}' .* notebook .* Leave it 'auto'"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=AutoPipeStrategy(start_method=start_method), logger=False)
+
+
+def test_a_module_that_would_stay_untrained() -> None:
+    strategy = AutoPipeStrategy(start_method="spawn", gather_after_fit=False)
+    with pytest.raises(ConfigurationError, match=r"gather_after_fit=False it would stay untrained here"):
+        pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False)
+
+
+def test_processes_of_another_launcher_start_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=AutoPipeStrategy(start_method="spawn"), logger=False)
+    assert isinstance(trainer.strategy.launcher, ScriptLauncher)
