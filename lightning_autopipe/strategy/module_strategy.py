@@ -228,6 +228,8 @@ class ModuleStrategy(PlanningStrategy):
             return
         with self.naming_first_error():
             self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
+            if self._termination is not None and self._termination.is_requeueing:
+                self._checkpoints.wait()
 
     @property
     def _is_whole_here(self) -> bool:

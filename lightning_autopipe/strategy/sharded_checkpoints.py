@@ -71,11 +71,11 @@ class ShardedCheckpoints:
         """
         self.wait()
         target = self._agreed(path, io, storage_options)
-        partial = self._prepared(target)
         tensors: dict[str, Tensor] = {}
         rest = self._without_tensors(checkpoint, tensors)
         names = names_in([rest.get(entry) for entry in SHARDED_ENTRIES])
         content = _as_bytes(rest) if self.communicator.global_rank == 0 else b""
+        partial = self._prepared(target)
         writer = ShardWriter(partial, target, rest=content, names=names if content else ())
         is_alone = self.communicator.world_group is None
         options: dict[str, Any] = {"storage_writer": writer, "process_group": self._own_group(), "no_dist": is_alone}

@@ -22,6 +22,8 @@ class SharedTermination:
         self._is_asked_to_end = False
         self._is_asked_to_requeue = False
         self._has_requeued = False
+        self.is_requeueing = False
+        """Whether a checkpoint that is saved now is the last one: the next thing is the end of this process."""
 
     def install(self) -> None:
         """Must come before the Trainer registers its handlers, which is after a strategy's setup."""
@@ -49,9 +51,10 @@ class SharedTermination:
         requeue, end = on_any_rank((self._is_asked_to_requeue, self._is_asked_to_end))
         connector = self._trainer._signal_connector
         if requeue and not self._has_requeued:
-            self._has_requeued = True  # each rank gets the signal, some of them later
+            self._has_requeued = self.is_requeueing = True  # each rank gets the signal, some of them later
             environment: Any = self._trainer._accelerator_connector.cluster_environment
             type(connector)._slurm_sigusr_handler_fn(connector, environment.requeue_signal, None)  # type: ignore[arg-type]
+            self.is_requeueing = False
         if end:
             connector.received_sigterm = True
             raise SIGTERMException
