@@ -253,9 +253,11 @@ class ModuleStrategy(PlanningStrategy):
         known = self._known_checkpoints
         if known is None or known.communicator is not self.communicator:
             if self.options.checkpoint_format in ("sharded", "sharded_async"):
-                in_background = self.options.checkpoint_format == "sharded_async"
                 known = ShardedCheckpoints(
-                    self.communicator, in_background=in_background, timeout_s=self.options.timeout_s
+                    self.communicator,
+                    in_background=self.options.checkpoint_format == "sharded_async",
+                    timeout_s=self.options.timeout_s,
+                    backend=self.options.process_group_backend,
                 )
             else:
                 known = ConsolidatedCheckpoints(self.communicator, [Path(self.trainer.default_root_dir)])

@@ -39,7 +39,10 @@ class ShardedStep:
         self._optimizer = whole.optimizer
         self._group = group
         self._guard = guard
+        self._module: nn.Module | None = None
+        self._shares: Mapping[str, int] = {}
         self._by_replica: list[dict[str, nn.Parameter]] = []
+        """Found out at the first step: placing may give parameters new objects."""
         self._source_ranks: tuple[int, ...] = ()
         self._replica_index = 0
         self._all: list[list[nn.Parameter]] | None = None
@@ -49,27 +52,19 @@ class ShardedStep:
         ]
 
     def share(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        shares: Mapping[str, int],
-        *,
-        source_ranks: tuple[int, ...],
-        replica_index: int,
+        self, module: nn.Module, shares: Mapping[str, int], *, source_ranks: tuple[int, ...], replica_index: int
     ) -> None:
         """Says who has what; the optimizer is pruned by now.
 
         Args:
-            parameters: Of this stage, by (first) name, in the same order on all replicas.
-            shares: The replica that has a parameter in its share, by name.
+            module: Whose parameters these are, at the next step.
+            shares: The replica that has a parameter of this stage in its share, by (first) name.
             source_ranks: The global rank of each replica on this stage.
             replica_index: This rank's.
         """
-        held = {id(p) for param_group in self._optimizer.param_groups for p in param_group["params"]}
-        self._by_replica = [{} for _ in source_ranks]
-        for name, parameter in parameters.items():
-            if id(parameter) in held:
-                self._by_replica[shares[name]][name] = parameter
+        self._module, self._shares = module, shares
         self._source_ranks, self._replica_index = source_ranks, replica_index
+        self._by_replica = []
         self._whole.keep_states(lambda name: shares.get(name) == replica_index)
 
     def remove(self) -> None:
@@ -106,11 +101,21 @@ class ShardedStep:
     def _narrow(self) -> None:
         if self._all is not None:
             return
-        assert self._by_replica, "an optimizer steps before it is placed"
+        self._by_replica = self._by_replica or self._dealt()
         own = {id(parameter) for parameter in self._by_replica[self._replica_index].values()}
         self._all = [list(group["params"]) for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
             group["params"][:] = [parameter for parameter in group["params"] if id(parameter) in own]
+
+    def _dealt(self) -> list[dict[str, nn.Parameter]]:
+        """The optimizer's parameters by replica, in one order on all of them."""
+        assert self._module is not None, "an optimizer steps before it is placed"
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        by_replica: list[dict[str, nn.Parameter]] = [{} for _ in self._source_ranks]
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) in held:
+                by_replica[self._shares[name]][name] = parameter
+        return by_replica
 
     def _widen(self) -> None:
         if self._all is None:

@@ -107,7 +107,7 @@ class PlacedModule:
             shares = self.shares.of_stage(stage_index)
             for step in self._sharded_steps:
                 step.share(
-                    {name: parameter for name, parameter in self.module.named_parameters() if name in shares},
+                    self.module,
                     shares,
                     source_ranks=tuple(layout.global_rank(stage_index, index) for index in range(layout.num_replicas)),
                     replica_index=self._communicator.replica_index,

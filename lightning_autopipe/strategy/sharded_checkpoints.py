@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from lightning_autopipe.checkpoints.placing import cannot_write, partial_path, r
 from lightning_autopipe.checkpoints.shard_writer import SHARDED_ENTRIES, ShardWriter
 from lightning_autopipe.checkpoints.structure import is_plain, names_in, stands_for, take_tensors
 from lightning_autopipe.core.errors import CheckpointError, ConfigurationError
+from lightning_autopipe.runtime.process_groups import groups_of
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.optimizers import WholeOptimizer
 from lightning_autopipe.strategy.placed_module import PlacedModule, StatePlace
@@ -39,13 +39,16 @@ class ShardedCheckpoints:
         communicator: This rank's groups.
         in_background: Whether steps go on while files are written, from a copy in host memory; not with one process.
         timeout_s: How long a rank waits for another one.
+        backend: Of this run's groups.
     """
 
-    def __init__(self, communicator: Communicator, *, in_background: bool, timeout_s: float) -> None:
+    def __init__(
+        self, communicator: Communicator, *, in_background: bool, timeout_s: float, backend: str | None
+    ) -> None:
         self.communicator = communicator
         self._in_background = in_background
         self._timeout_s = timeout_s
-        self._group: dist.ProcessGroup | None = None
+        self._backend = backend
         self._placed: PlacedModule | None = None
         self._places: Mapping[str, StatePlace] = {}
         self._pending: tuple[Future[Any], Path] | None = None
@@ -179,11 +182,15 @@ class ShardedCheckpoints:
 
     def _own_group(self) -> dist.ProcessGroup | None:
         """A group for what is written in the background, while the other groups are in use."""
-        if self._group is None and self.communicator.world_group is not None:
-            self._group = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=self._timeout_s), group_desc="autopipe checkpoints"
-            )
-        return self._group
+        if self.communicator.world_group is None:
+            return None
+        layout, timeout_s = self.communicator.layout, self._timeout_s
+        cache = groups_of(layout, timeout_s=timeout_s, backend=self._backend)
+
+        def make() -> dist.ProcessGroup:
+            return cache.new_group(range(layout.world_size), timeout_s=timeout_s, backend="gloo", what="checkpoints")
+
+        return cache.once("checkpoints", make)
 
     @contextlib.contextmanager
     def _explaining(self, target: Path) -> Any:
