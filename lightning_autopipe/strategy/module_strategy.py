@@ -228,7 +228,8 @@ class ModuleStrategy(PlanningStrategy):
             return
         with self.naming_first_error():
             self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
-            if self._termination is not None and self._termination.is_requeueing:
+            is_last = self._termination is not None and self._termination.is_requeueing
+            if is_last or not self.session.is_ready:  # nothing comes later that would wait
                 self._checkpoints.wait()
 
     @property

@@ -45,7 +45,6 @@ def saved_and_resumed(trainer: Any, module: Any, *, data: Any, resume_with: dict
     strategy: Any = "auto"
     num_replicas, processes = 1, 1
     if isinstance(trainer.strategy, AutoPipeStrategy):
-        trainer.strategy._checkpoints.wait()
         options = {
             field.name: getattr(trainer.strategy.options, field.name) for field in fields(trainer.strategy.options)
         }

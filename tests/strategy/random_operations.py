@@ -36,6 +36,8 @@ class Setting:
     schedule: str = "1f1b"
     num_microbatches: int = 2
     batch_size: int = 8
+    checkpoint_format: str = "consolidated"
+    shard_optimizer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,8 @@ def _pipeline_trainer(setting: Setting, max_epochs: int) -> pl.Trainer:
         num_replicas=setting.num_replicas,
         num_microbatches=setting.num_microbatches,
         schedule=setting.schedule,
+        checkpoint_format=setting.checkpoint_format,
+        shard_optimizer=setting.shard_optimizer,
         profile="flops",
         verify=False,
         timeout=60,
@@ -163,6 +167,8 @@ def _random_settings(seed: int, world_size: int) -> Iterator[tuple[str, Setting]
                 schedule=draws.choice(schedules),
                 num_microbatches=draws.randint(1, 4),
                 batch_size=draws.choice(_BATCH_SIZES),
+                checkpoint_format=draws.choice(["consolidated", "sharded", "sharded_async"]),
+                shard_optimizer=draws.choice([False, True]),
             ),
         )
 
@@ -193,7 +199,8 @@ def _usage_after_all_layouts(folder: Path, world_size: int) -> Usage:
     """What is held after the same runs, whatever was before."""
     for _ in range(2):
         for num_stages, num_replicas in _layouts(world_size):
-            Side(folder, _pipeline_trainer).fit(Setting(num_stages=num_stages, num_replicas=num_replicas))
+            setting = Setting(num_stages=num_stages, num_replicas=num_replicas, checkpoint_format="sharded_async")
+            Side(folder, _pipeline_trainer).fit(setting)
     return Usage.now()
 
 

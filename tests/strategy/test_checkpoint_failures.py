@@ -1,9 +1,10 @@
-"""A checkpoint that cannot be written ends all processes with the reason, and leaves the last good one."""
+"""A checkpoint that is not written whole ends all processes with the reason, and leaves the last good one."""
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from tests.strategy.modules import InOrder, MlpModule, quiet_trainer, regression
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-class DiskFillsUp(ModelCheckpoint):
-    """From the second checkpoint on there is no room where one rank writes."""
+class Fails(ModelCheckpoint):
+    """From the second checkpoint on one rank cannot write."""
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-        if trainer.global_step == 2 and trainer.global_rank == int(os.environ["FULL_ON"]):
-            FirstErrorFile.write = no_room  # type: ignore[method-assign]
+        if trainer.global_step == 2 and trainer.global_rank == int(os.environ["FAILS_ON"]):
+            FirstErrorFile.write = killed if os.environ["HOW"] == "killed" else no_room  # type: ignore[method-assign]
         super()._save_checkpoint(trainer, filepath)
 
 
@@ -34,34 +35,46 @@ def no_room(file: FirstErrorFile, data: Any) -> int:
     return memoryview(data).nbytes
 
 
-def fit_until_the_disk_is_full(file_format: str) -> None:
+def killed(file: FirstErrorFile, data: Any) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def fit_until_a_save_fails(file_format: str) -> None:
     trainer = quiet_trainer(
         AutoPipeStrategy(num_replicas=1, timeout=60, checkpoint_format=file_format, verify=False, profile="flops"),
         num_processes=2,
         max_epochs=3,
-        callbacks=[DiskFillsUp(os.environ["CHECKPOINTS"], filename="{step}", every_n_train_steps=1)],
+        callbacks=[Fails(os.environ["CHECKPOINTS"], filename="{step}", every_n_train_steps=1)],
         enable_checkpointing=True,
     )
     trainer.fit(seeded(MlpModule, optimizer="adamw"), datamodule=InOrder(regression_data(16), batch_size=8))
 
 
-@pytest.mark.parametrize(("file_format", "rank"), [("consolidated", 0), ("sharded", 1), ("sharded_async", 1)])
-def test_a_full_disk(file_format: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file_format", "rank", "how"),
+    [("consolidated", 0, "full disk"), ("sharded_async", 1, "full disk"), ("sharded", 1, "killed")],
+)
+def test_the_last_good_one_is_left(file_format: str, rank: int, how: str, tmp_path: Path) -> None:
     outcomes = run_processes_to_end(
         2,
-        fit_until_the_disk_is_full,
+        fit_until_a_save_fails,
         file_format,
         timeout_s=60,
         initialize_process_group=False,
-        environment={"CHECKPOINTS": str(tmp_path), "FULL_ON": str(rank)},
+        environment={"CHECKPOINTS": str(tmp_path), "FAILS_ON": str(rank), "HOW": how},
     )
     for outcome in outcomes:
         assert outcome.exit_code not in (0, None), describe(outcomes)
         assert not outcome.killed_by_harness, describe(outcomes)
     shown = (outcomes[0].traceback or "") + outcomes[0].output
-    assert "step=2.ckpt" in shown or "a temporary file" in shown, describe(outcomes)
-    assert "No space left on device. Make room" in shown, describe(outcomes)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step=1.ckpt"]
+    left = {entry.name for entry in tmp_path.iterdir()}
+    if how == "killed":
+        assert left == {"step=1.ckpt", ".step=2.ckpt.partial"}
+    else:
+        assert left == {"step=1.ckpt"}
+        assert "step=2.ckpt" in shown or "a temporary file" in shown, describe(outcomes)
+        assert "No space left on device. Make room" in shown, describe(outcomes)
     path = tmp_path / "step=1.ckpt"
     checkpoint = torch.load(path, weights_only=True) if path.is_file() else ShardFolder(path).checkpoint()
     assert checkpoint["global_step"] == 1
