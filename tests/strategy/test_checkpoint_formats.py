@@ -135,7 +135,7 @@ def test_any_checkpoint_is_resumed_by_any_layout(tmp_path: Path) -> None:
         [Job(2, 1, "interleaved_1f1b", "sharded_async"), Job(1, 2, "1f1b", "sharded", shard=True)],
         [Job(3, 1, "zero_bubble", "sharded"), Job(3, 1, "1f1b", "consolidated")],
     ):
-        ranks = in_processes(tmp_path, writers, files)
+        ranks = in_processes(tmp_path, writers, files[-2:])
         for index, rank in enumerate(ranks):
             for name, report in rank.items():
                 assert_same(report, plain, f"{name} on rank {index}")
