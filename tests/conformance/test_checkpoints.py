@@ -88,6 +88,9 @@ def kept(trainer: Any, module: Any) -> Any:
     best = os.path.basename(callback.best_model_path)
     last = os.path.basename(os.path.realpath(callback.last_model_path))
     losses = trainer.validate(datamodule=trainer.datamodule, ckpt_path="best", verbose=False)
+    trainer.strategy.barrier()
+    if trainer.is_global_zero:
+        shutil.rmtree(callback.dirpath)
     return names, best, last, losses
 
 
