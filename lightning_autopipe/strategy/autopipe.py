@@ -14,7 +14,6 @@ from lightning.fabric.utilities.data import _auto_add_worker_init_fn
 from lightning.fabric.utilities.seed import _set_rng_states
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.partition import Partition
@@ -291,12 +290,8 @@ class AutoPipeStrategy(ModuleStrategy):
         self._resumed_random_state = None
         if batch_idx == 0:
             self.session.training.forget_stored()  # of an epoch that was ended in the middle of a window
-        assert self._termination is not None
-        try:
-            self._termination.follow(self.any_rank)
-        except SIGTERMException:
-            self._ends_together = True
-            raise
+        if self.world_size == 1:
+            self._follow_signals()  # several processes do so before they read the batch
 
     def on_train_end(self) -> None:
         watch = self.session.training.watch

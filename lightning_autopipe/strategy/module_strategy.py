@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -64,7 +65,7 @@ class ModuleStrategy(PlanningStrategy):
         self._begin_session(module)
         self._patches = LightningPatches(trainer, self.communicator)
         self._patches.install()
-        self._termination = SharedTermination(trainer)
+        self._termination = SharedTermination(trainer, self._follow_signals)
         self._termination.install()
         self.session.running_step.metrics.install()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -102,6 +103,14 @@ class ModuleStrategy(PlanningStrategy):
             )
         if not is_whole(module):
             fill_placeholders(module)  # global rank 0 sends the values before the first step
+
+    def _follow_signals(self) -> None:
+        assert self._termination is not None
+        try:
+            self._termination.follow(self.any_rank)
+        except SIGTERMException:
+            self._ends_together = True
+            raise
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None

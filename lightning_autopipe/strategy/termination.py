@@ -14,11 +14,12 @@ class SharedTermination:
 
     Lightning's own broadcast, or save a checkpoint, inside the handler, in the middle of whatever the process is doing:
     a rank that is in another collective then never returns. Here a handler sets a flag, and all ranks decide before
-    each batch.
+    each batch is read: a loader that knows how far it has come is then saved between two batches.
     """
 
-    def __init__(self, trainer: pl.Trainer) -> None:
+    def __init__(self, trainer: pl.Trainer, before_batch: Callable[[], None]) -> None:
         self._trainer = trainer
+        self._before_batch = before_batch
         self._is_asked_to_end = False
         self._is_asked_to_requeue = False
         self._has_requeued = False
@@ -30,7 +31,7 @@ class SharedTermination:
         connector = self._trainer._signal_connector
         connector.__dict__["_sigterm_notifier_fn"] = self._on_sigterm
         connector.__dict__["_slurm_sigusr_handler_fn"] = self._on_requeue_signal
-        self._trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
+        self._trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = self._before_batch
 
     def remove(self) -> None:
         """Undoes `install`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_autopipe.strategy import AutoPipeStrategy
 from tests.harness import ProcessOutcome, describe, run_processes, run_processes_to_end
@@ -203,36 +205,76 @@ def test_an_interrupt_ends_all(global_ranks: tuple[int, ...]) -> None:
 
 
 class AsksToEnd(pl.Callback):
-    """Rank 1 gets a SIGTERM in its third batch."""
+    """Rank 1 gets a SIGTERM in this step's batch."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 3:
+        if trainer.global_rank == 1 and trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def fit_until_asked_to_end() -> Any:
-    checkpoint = ModelCheckpoint(dirpath=os.environ["CHECKPOINTS"], save_on_exception=True)
+class ResumableLoader(DataLoader[Any]):
+    """Goes on behind the batches that it has given, as Lightning asks of loaders that are to resume in an epoch."""
+
+    num_given = num_skipped = 0
+
+    def __iter__(self) -> Any:
+        num_skipped, self.num_skipped = self.num_skipped, 0
+        for index, batch in enumerate(super().__iter__()):
+            self.num_given = index + 1
+            if index >= num_skipped:
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.num_given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_skipped = state["given"]
+
+
+def fit_to_the_end(callbacks: list[pl.Callback], ckpt_path: str | None = None) -> tuple[int, list[Tensor]]:
+    """The steps and, on rank 0, the parameters in the end."""
     trainer = quiet_trainer(
-        AutoPipeStrategy(num_replicas=1, timeout=60),
+        AutoPipeStrategy(num_replicas=1, profile="flops", verify=False, timeout=60),
         num_processes=2,
-        max_epochs=50,
-        callbacks=[AsksToEnd(), checkpoint],
-        enable_checkpointing=True,
+        max_epochs=3,
+        callbacks=callbacks,
+        enable_checkpointing=bool(callbacks),
     )
-    try:
-        trainer.fit(seeded(MlpModule), datamodule=InOrder(regression_data(16), batch_size=4))
-    except SIGTERMException:
-        return trainer.global_step
-    return None
+    module = seeded(MlpModule, optimizer="adamw")
+    with contextlib.suppress(SIGTERMException):
+        trainer.fit(module, ResumableLoader(regression_data(16), batch_size=4), ckpt_path=ckpt_path)
+    is_trained = trainer.is_global_zero and not trainer.received_sigterm
+    return trainer.global_step, [p.detach().clone() for p in module.parameters()] if is_trained else []
 
 
-def test_sigterm_on_one_rank_ends_all_after_the_same_batch(tmp_path: Any) -> None:
-    steps = run_processes(
-        2, fit_until_asked_to_end, initialize_process_group=False, environment={"CHECKPOINTS": str(tmp_path)}
+def fit_until_asked_to_end() -> Any:
+    uninterrupted = fit_to_the_end([])
+    found = []
+    for step in (3, 4):
+        folder = Path(os.environ["CHECKPOINTS"]) / str(step)
+        checkpoint = ModelCheckpoint(dirpath=folder, save_on_exception=True, every_n_epochs=10)
+        steps, _ = fit_to_the_end([AsksToEnd(step), checkpoint])
+        (path,) = folder.glob("*.ckpt")
+        resumed = fit_to_the_end([], str(path))
+        same = [torch.equal(one, other) for one, other in zip(resumed[1], uninterrupted[1], strict=True)]
+        found.append((steps, resumed[0], all(same)))
+    return found
+
+
+def test_sigterm_on_one_rank_ends_all_after_the_same_batch_and_the_last_checkpoint_resumes(tmp_path: Any) -> None:
+    found = run_processes(
+        2,
+        fit_until_asked_to_end,
+        timeout_s=100,
+        initialize_process_group=False,
+        environment={"CHECKPOINTS": str(tmp_path)},
     )
-    assert steps == [3, 3]
+    assert found == [[(3, 12, True), (4, 12, True)]] * 2
     # All ranks are there, so the callback that saves on exceptions gets the whole module.
-    (path,) = tmp_path.glob("*.ckpt")
+    (path,) = tmp_path.glob("3/*.ckpt")
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["global_step"] == 3
     seeded(MlpModule).load_state_dict(checkpoint["state_dict"])
