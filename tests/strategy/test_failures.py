@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ class FailingModule(MlpModule):
             os._exit(1)
         if self.how == "kill" and self.is_real(x):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "hang" and self.is_real(x):
+            time.sleep(3600)
         return x
 
     @staticmethod
@@ -75,6 +78,8 @@ class FailingModule(MlpModule):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         if self.how == "a hook" and self.calls == 3 and self.trainer.global_rank == 1:
             raise ValueError("a reason in a hook")
+        if self.how == "all ranks" and self.calls == 3:
+            raise ValueError("a reason in all ranks")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.how == "validation" and batch_idx == 1 and self.trainer.global_rank == 0:
@@ -97,7 +102,7 @@ class FailingData(Dataset[Any]):
 
 
 def fit_and_fail(how: str) -> None:
-    strategy = AutoPipeStrategy(num_replicas=1, num_microbatches=2, timeout=60)
+    strategy = AutoPipeStrategy(num_replicas=1, num_microbatches=2, timeout=15 if how == "hang" else 60)
     checkpoint = ModelCheckpoint(dirpath=os.environ["CHECKPOINTS"], save_on_exception=True)
     trainer = quiet_trainer(
         strategy, num_processes=NUM_STAGES, max_epochs=3, callbacks=[checkpoint], enable_checkpointing=True
@@ -117,7 +122,7 @@ def end_of(how: str, directory: Any) -> list[ProcessOutcome]:
     )
 
 
-@pytest.mark.parametrize("how", ["forward", "backward", "a hook", "loader", "validation"])
+@pytest.mark.parametrize("how", ["forward", "backward", "a hook", "all ranks", "loader", "validation"])
 def test_an_exception_ends_all_processes_and_is_shown_on_rank_zero(how: str, tmp_path: Any) -> None:
     outcomes = end_of(how, tmp_path)
     for outcome in outcomes:
@@ -147,6 +152,16 @@ def test_lack_of_memory_is_raised_with_what_to_change(tmp_path: Any) -> None:
     ):
         assert re.search(words, said), describe(outcomes)
     assert "global rank 1 is out of memory" in (outcomes[0].traceback or "").strip().splitlines()[-1]
+
+
+def test_a_process_that_hangs_ends_all_after_the_timeout(tmp_path: Any) -> None:
+    outcomes = end_of("hang", tmp_path)
+    for outcome in outcomes:
+        assert outcome.exit_code not in (0, None), describe(outcomes)
+        assert not outcome.killed_by_harness, describe(outcomes)
+    shown = (outcomes[0].traceback or "") + outcomes[0].output
+    assert re.search(r"from stage 1 \(global rank 1\) failed \(limit: timeout = 15 s\)", shown), describe(outcomes)
+    assert "still running 5 s after a failure; ending now" in outcomes[1].output, describe(outcomes)
 
 
 @pytest.mark.parametrize("how", ["exit", "kill"])
@@ -221,7 +236,10 @@ class ResumableLoader(DataLoader[Any]):
     num_given = num_skipped = 0
 
     def __iter__(self) -> Any:
-        num_skipped, self.num_skipped = self.num_skipped, 0
+        num_skipped, self.num_skipped, self.num_given = self.num_skipped, 0, 0
+        return self._behind(num_skipped)
+
+    def _behind(self, num_skipped: int) -> Any:
         for index, batch in enumerate(super().__iter__()):
             self.num_given = index + 1
             if index >= num_skipped:
@@ -268,7 +286,7 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_batch_and_the_last_checkpoi
     found = run_processes(
         2,
         fit_until_asked_to_end,
-        timeout_s=100,
+        timeout_s=200,
         initialize_process_group=False,
         environment={"CHECKPOINTS": str(tmp_path)},
     )
