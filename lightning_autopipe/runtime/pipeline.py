@@ -159,16 +159,17 @@ class Pipeline:
 
     # ----- placement
 
-    def place(self) -> None:
-        """Turn the parameters of other stages into placeholders without storage."""
+    def place(self, copies: Sequence[nn.Module] = ()) -> None:
+        """Turn the parameters of other stages into placeholders without storage, those of the module's copies too."""
         if self.num_stages == 1:
             return
-        release_parameters(
-            self.module,
-            self.ownership.owned_parameters(self.stage_index),
-            lambda name: f"stage {self.ownership.parameter_owner(name)} of the pipeline",
-            self.device,
-        )
+        for module in (self.module, *copies):
+            release_parameters(
+                module,
+                self.ownership.owned_parameters(self.stage_index),
+                lambda name: f"stage {self.ownership.parameter_owner(name)} of the pipeline",
+                self.device,
+            )
         self.store.clear()
 
     def restore(self, values: Mapping[str, Tensor]) -> None:

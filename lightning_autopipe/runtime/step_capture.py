@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,8 @@ class CaptureStore:
         self.device = device
         self.is_cut = is_cut
         self.tracing = False
+        self.while_silent: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """A context for what is traced: what the user's code tells the world there does not count."""
         self.num_stages = 1
         self.cut_keys: tuple[CutKey, ...] = ()
         self.owners: dict[str, frozenset[int]] = {}
@@ -254,7 +256,7 @@ class CaptureStore:
         """Have `tracing` true for a while."""
         before, self.tracing = self.tracing, True
         try:
-            with without_cumulative_momentum(self.module):
+            with without_cumulative_momentum(self.module), self.while_silent():
                 yield
         finally:
             self.tracing = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,13 +17,17 @@ class LightningPatches:
       would shuffle them.)
     * Ranks that do not load must not call the user's ``on_before_batch_transfer`` with a stand-in.
     * When an epoch ends, values of torchmetrics objects are computed on all ranks at once; otherwise the progress bar
-      would ask for them on rank 0 first, and wait there for ranks that are elsewhere.
+      would ask for them on rank 0 first, and wait there for ranks that are elsewhere. What steps have kept in the
+      module is shared then, too.
     """
 
-    def __init__(self, trainer: pl.Trainer, communicator: Communicator) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, communicator: Communicator, *, share_attributes: Callable[[], None] | None = None
+    ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._communicator = communicator
+        self._share_attributes = share_attributes
         self.used_distributed_sampler = trainer._accelerator_connector.use_distributed_sampler
 
     def install(self) -> None:
@@ -33,8 +38,19 @@ class LightningPatches:
         def epoch_end_reached_on_all_ranks() -> None:
             epoch_end_reached()
             self._compute_metrics()
+            if self._share_attributes is not None:
+                self._share_attributes()
+
+        predict_loop: Any = self._trainer.predict_loop
+        end_prediction = predict_loop._on_predict_epoch_end
+
+        def end_prediction_on_all_ranks() -> Any:
+            if self._share_attributes is not None:
+                self._share_attributes()
+            return end_prediction()
 
         connector.__dict__["epoch_end_reached"] = epoch_end_reached_on_all_ranks
+        predict_loop.__dict__["_on_predict_epoch_end"] = end_prediction_on_all_ranks
         if self._communicator.layout.num_replicas == 1:
             self._trainer._accelerator_connector.use_distributed_sampler = False
         if not self._communicator.is_first_stage:
@@ -43,6 +59,7 @@ class LightningPatches:
     def remove(self) -> None:
         """Undoes `install`."""
         self._trainer._logger_connector.__dict__.pop("epoch_end_reached", None)
+        self._trainer.predict_loop.__dict__.pop("_on_predict_epoch_end", None)
         self._trainer._accelerator_connector.use_distributed_sampler = self.used_distributed_sampler
         self._module.__dict__.pop("_on_before_batch_transfer", None)
 

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopipe.core.errors import ConfigurationError
@@ -22,6 +22,7 @@ from lightning_autopipe.core.timeline import StepEnd
 from lightning_autopipe.strategy.checkpoint_loading import load_any
 from lightning_autopipe.strategy.clipping import PipelineClipping
 from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
+from lightning_autopipe.strategy.hook_log import HookLog
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -34,11 +35,13 @@ from lightning_autopipe.strategy.random_state import (
     gather_random_state,
     resume_generators,
 )
-from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_unsupported
+from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_callbacks, refuse_unsupported
 from lightning_autopipe.strategy.sharded_checkpoints import ShardedCheckpoints
 from lightning_autopipe.strategy.state_gathering import whole_state_dict
+from lightning_autopipe.strategy.stopping import SharedStopping
 from lightning_autopipe.strategy.termination import SharedTermination
 from lightning_autopipe.strategy.training_steps import TRAINING_STEP
+from lightning_autopipe.strategy.weight_averaging import average_parts, averaging_callbacks
 
 
 class ModuleStrategy(PlanningStrategy):
@@ -48,6 +51,8 @@ class ModuleStrategy(PlanningStrategy):
         super().__init__(options, **components)
         self._patches: LightningPatches | None = None
         self._termination: SharedTermination | None = None
+        self._stopping: SharedStopping | None = None
+        self._hook_log: HookLog | None = None
         self._clipping: PipelineClipping | None = None
         self._is_accumulating = False
         self._resumed_random_state: Mapping[str, Any] | None = None
@@ -56,6 +61,16 @@ class ModuleStrategy(PlanningStrategy):
 
     # Beginning and end of a run -----------------------------------------------
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        module = self.lightning_module
+        assert module is not None
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        refuse_callbacks(self.callbacks)
+        if averaging_callbacks(self.callbacks):
+            self._make_whole(module)  # they copy it in their setup, which comes next
+
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         module = self.lightning_module
@@ -63,12 +78,23 @@ class ModuleStrategy(PlanningStrategy):
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module, self.precision_plugin)
         self._begin_session(module)
-        self._patches = LightningPatches(trainer, self.communicator)
+        self._patches = LightningPatches(
+            trainer, self.communicator, share_attributes=self.session.running_step.attributes.share
+        )
         self._patches.install()
         self._termination = SharedTermination(trainer, self._follow_signals)
         self._termination.install()
+        self._stopping = SharedStopping(trainer, self.any_rank)
+        self._stopping.install()
+        self._hook_log = HookLog(trainer, self.communicator)
+        self._hook_log.install()
         self.session.running_step.metrics.install()
         if trainer.state.fn == TrainerFn.FITTING:
+            self.session.placed_module.copies = average_parts(
+                self.callbacks,
+                self._gather_copy,
+                gathers_module=self.options.checkpoint_format in ("sharded", "sharded_async"),
+            )
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self._clipping = PipelineClipping(
@@ -112,6 +138,15 @@ class ModuleStrategy(PlanningStrategy):
             self._ends_together = True
             raise
 
+    def _make_whole(self, module: pl.LightningModule) -> None:
+        """Gives every rank all parameters. Collective over all ranks."""
+        session = self._session
+        if session is not None and session.module is module:
+            session.placed_module.gather_everywhere()
+            session.is_ready = False  # in the middle of a fit, too, as LearningRateFinder does
+        else:
+            self._collect_parts(module)
+
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         try:
@@ -142,6 +177,10 @@ class ModuleStrategy(PlanningStrategy):
             self._patches.remove()
         if self._termination is not None:
             self._termination.remove()
+        if self._stopping is not None:
+            self._stopping.remove()
+        if self._hook_log is not None:
+            self._hook_log.remove()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             unsilence_writers(self.callbacks)
         self._loaders.clear()
@@ -178,6 +217,8 @@ class ModuleStrategy(PlanningStrategy):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.naming_first_error():
             result = super().optimizer_step(*args, **kwargs)
+        if self._hook_log is not None:
+            self._hook_log.flush_batch()
         watch = self.session.training.watch
         if watch is not None:
             watch.recorder.note_rest(StepEnd.OPTIMIZER)
@@ -219,6 +260,9 @@ class ModuleStrategy(PlanningStrategy):
             return whole_state_dict(self.session.module, {})
         with self.naming_first_error():
             return self._checkpoints.module_state(self.session.placed_module)
+
+    def _gather_copy(self, copy: nn.Module) -> Mapping[str, Tensor]:
+        return {} if self.is_interrupted else self.session.placed_module.gather_copy(copy)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         is_whole_world_here = not self.is_interrupted or self.world_size == 1
@@ -275,10 +319,6 @@ class ModuleStrategy(PlanningStrategy):
         return known
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        session, module = self._session, self.lightning_module
-        assert module is not None
-        if session is not None and session.module is module:
-            session.placed_module.gather_everywhere()
-        else:
-            self._collect_parts(module)
+        assert self.lightning_module is not None
+        self._make_whole(self.lightning_module)
         super().load_model_state_dict(checkpoint, strict=strict)

@@ -11,10 +11,11 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopipe.runtime.pipeline import Pipeline
+from lightning_autopipe.runtime.placement import fill_parameters
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.optimizer_sharding import ShardedStep
 from lightning_autopipe.strategy.optimizers import WholeOptimizer
@@ -59,6 +60,8 @@ class PlacedModule:
         """The user's."""
         self._sharing_group = sharing_group
         self._sharded_steps: list[ShardedStep] = []
+        self.copies: list[nn.Module] = []
+        """Of the module, with values of their own (averages): they are apart and whole when it is."""
         self._pipeline = pipeline
         self._communicator = communicator
         self._device = device
@@ -83,9 +86,10 @@ class PlacedModule:
         with torch.inference_mode(False), torch.no_grad():
             if not self.is_placed:
                 # Processes that were not seeded alike have built different modules.
-                tensors = (*self.module.parameters(), *self.module.buffers())
-                broadcast_tensors(tensors, self._communicator.world_group, source=0)
-            self._pipeline.place()
+                for module in (self.module, *self.copies):
+                    tensors = (*module.parameters(), *module.buffers())
+                    broadcast_tensors(tensors, self._communicator.world_group, source=0)
+            self._pipeline.place(self.copies)
             self.is_placed = self._communicator.layout.num_stages > 1
             self._prune_optimizers()
             self._move_to(self._device)
@@ -121,12 +125,11 @@ class PlacedModule:
     @property
     def gatherer(self) -> StateGatherer:
         """Brings the stages' tensors to rank 0."""
-        return StateGatherer(
-            self.module,
-            self._communicator,
-            parameter_owner=self._pipeline.ownership.parameter_owner,
-            buffer_owner=self._buffer_owner,
-        )
+        return self._gatherer_of(self.module)
+
+    def gather_copy(self, copy: nn.Module) -> dict[str, Tensor]:
+        """On global rank 0 what other stages own of one of the copies. Collective over replica 0's pipeline."""
+        return self._gatherer_of(copy).gather_tensors() if self.is_placed else {}
 
     @property
     def _buffer_owner(self) -> Callable[[str], int | None]:
@@ -177,13 +180,15 @@ class PlacedModule:
     def gather_on_rank_zero(self) -> None:
         """Makes the module whole on global rank 0. Collective over replica 0's pipeline."""
         if self.is_placed:
-            self._fill(self.gatherer.gather_tensors())
+            for module in (self.module, *self.copies):
+                self._fill(module, self._gatherer_of(module).gather_tensors())
 
     def gather_everywhere(self) -> None:
         """Makes the module whole on every rank. Collective over each pipeline."""
         if not self.is_placed:
             return
-        self._fill(self.gatherer.gather_tensors_everywhere())
+        for module in (self.module, *self.copies):
+            self._fill(module, self._gatherer_of(module).gather_tensors_everywhere())
         self.is_placed = False
 
     def sync_written_buffers(self) -> None:
@@ -196,12 +201,23 @@ class PlacedModule:
             source=self._communicator.layout.global_rank(stage_index, 0),
         )
 
-    def _fill(self, values: dict[str, Tensor]) -> None:
-        # Traces hold on to placeholders, and what is in use gets a new object: the first call lets go of them.
-        self._pipeline.restore({})
-        gc.collect()
-        self._pipeline.restore(values)
+    def _gatherer_of(self, module: nn.Module) -> StateGatherer:
+        return StateGatherer(
+            module,
+            self._communicator,
+            parameter_owner=self._pipeline.ownership.parameter_owner,
+            buffer_owner=self._buffer_owner,
+        )
+
+    def _fill(self, module: nn.Module, values: dict[str, Tensor]) -> None:
+        if module is self.module:
+            # Traces hold on to placeholders, and what is in use gets a new object: the first call lets go of them.
+            self._pipeline.restore({})
+            gc.collect()
+            self._pipeline.restore(values)
+        else:
+            fill_parameters(module, values)
         with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
+            for name, buffer in module.named_buffers():
                 if name in values:
                     buffer.copy_(values[name])

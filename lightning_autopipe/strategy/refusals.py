@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import lightning.pytorch as pl
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, ModelPruning
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -46,8 +48,28 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precisio
             "on_after_backward"
         )
     _refuse_sync_batch_norm_layers(module)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        _refuse_callback(callback)
+
+
+def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Raises where a callback of a fit changes or compares what only a whole module in one process has.
+
+    Raises:
+        ConfigurationError: one does.
+    """
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, BatchSizeFinder):
+            raise ConfigurationError(
+                f"the callback {name} is not supported: it tries batch sizes until one process runs out of memory, and "
+                "stages run out at different sizes. Remove it; with num_microbatches='auto' the search chooses "
+                "micro-batches that fit the memory of every stage, and batch_size is free"
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"the callback {name} is not supported: it renames parameters of the module in the middle of a fit, "
+                "and compares those of all stages. Prune after the fit, when the module on global rank 0 is whole "
+                "(torch.nn.utils.prune), or train with strategy='auto'"
+            )
 
 
 def refuse_sync_batchnorm(layer_sync: object) -> None:
@@ -157,17 +179,4 @@ def _refuse_precision(precision: Precision) -> None:
         raise ConfigurationError(
             "precision='16-mixed' is not supported yet: all stages must decide together whether a step overflowed. Set "
             "precision='bf16-mixed' (or 32-true)"
-        )
-
-
-def _refuse_callback(callback: Callback) -> None:
-    refused = ["StochasticWeightAveraging", "WeightAveraging", "BatchSizeFinder"]
-    is_refused = isinstance(callback, (StochasticWeightAveraging, BatchSizeFinder)) or any(
-        kind.__name__ in refused and kind.__module__.startswith(("lightning.pytorch", "pytorch_lightning"))
-        for kind in type(callback).__mro__
-    )
-    if is_refused:
-        raise ConfigurationError(
-            f"the callback {type(callback).__name__} is not supported yet: it copies or compares the whole module, and "
-            "each stage has a part of it. Remove it from the Trainer's callbacks"
         )

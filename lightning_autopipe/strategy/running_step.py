@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_autopipe.core.timeline import StepEnd
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.stage_step import StepOutcome
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.metrics import SharedMetrics
+from lightning_autopipe.strategy.step_attributes import StepAttributes
 from lightning_autopipe.strategy.step_exchange import StepResult, exchange_step
 from lightning_autopipe.strategy.step_log import LoggedCall, LogKey, StepRecorder
 from lightning_autopipe.strategy.step_watch import StepWatch
@@ -37,9 +40,11 @@ class RunningStep:
         self._device = device
         self._is_in_step = False
         self._is_planning = False
+        pipeline.store.while_silent = self._without_loggers
         self.recorder = StepRecorder(
             module, pipeline, stage_index=communicator.stage_index, is_silent=lambda: self.is_silent
         )
+        self.attributes = StepAttributes(module, communicator)
         self.metrics = SharedMetrics(
             module, communicator, is_in_step=lambda: self._is_in_step, is_silent=lambda: self.is_silent
         )
@@ -72,14 +77,27 @@ class RunningStep:
         """A context in which the step may be traced and its parts run, of which nothing counts."""
         self._is_planning = True
         try:
-            with self.recording(step_name), torch.inference_mode(False):
+            with self.recording(step_name), self._without_loggers(), torch.inference_mode(False):
                 yield
         finally:
             self._is_planning = False
 
-    def counting(self, *, num_batches: int = 1) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _without_loggers(self) -> Iterator[None]:
+        """A context in which what user code tells the Trainer's loggers is not written."""
+        trainer: Any = self._module.trainer
+        loggers = trainer.loggers
+        trainer.loggers = [DummyLogger() for _ in loggers]
+        try:
+            yield
+        finally:
+            trainer.loggers = loggers
+
+    @contextlib.contextmanager
+    def counting(self, *, num_batches: int = 1) -> Iterator[None]:
         """A context in which metrics that are logged by step see what each of its batches gives them."""
-        return self.metrics.step(self.recorder.step_metrics, num_batches=num_batches)
+        with self.attributes.watching(), self.metrics.step(self.recorder.step_metrics, num_batches=num_batches):
+            yield
 
     def select(self, position: int) -> None:
         """What comes from now on is of one of the batches that run as one pipeline."""

@@ -113,7 +113,7 @@ class PipelineSession:
 
     def run_prediction_step(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int, whole: bool) -> Any:
         """Runs ``predict_step`` on one batch."""
-        with self.running_step.recording("predict_step"):
+        with self.running_step.recording("predict_step"), self.running_step.attributes.watching():
             outcome = self.pipeline.run("predict_step", args, kwargs, training=False, step=step)
         return exchange_prediction(outcome, self.communicator, whole=whole)
 

@@ -97,7 +97,7 @@ class StepRecorder:
         self._pipeline = pipeline
         self._stage_index = stage_index
         self._original: Callable[..., None] = module.log
-        self._signature = inspect.signature(self._original)
+        self._signature = inspect.signature(pl.LightningModule.log.__get__(module))  # the user's may take *args
         self._by_batch: dict[int, _Records] = {}
         self._records = _Records()
         self._silenced_names: set[str] = set()
@@ -110,11 +110,16 @@ class StepRecorder:
         self._by_batch = {}
         self.select(0)
         # An attribute of the object hides the method of its class, also from `log_dict`.
-        self._module.__dict__["log"] = self._log
+        attributes = vars(self._module)
+        between_steps = attributes.get("log")
+        attributes["log"] = self._log
         try:
             yield
         finally:
-            del self._module.__dict__["log"]
+            if between_steps is None:
+                del attributes["log"]
+            else:
+                attributes["log"] = between_steps
 
     def select(self, position: int) -> None:
         """Keeps what is logged from now on for one of the batches that run as one pipeline."""
@@ -135,7 +140,7 @@ class StepRecorder:
     def _record(self, arguments: dict[str, Any]) -> None:
         if self._is_silent():
             return
-        checked = _check_as_lightning_does(self._module, self._original, arguments)
+        checked = check_as_lightning_does(self._module, self._original, arguments)
         if checked is None:
             return
         meta, value = checked
@@ -190,7 +195,7 @@ class StepRecorder:
 
     def replay(self, calls: Sequence[LoggedCall], device: torch.device) -> None:
         """Logs on this rank what the step logged on all of them, through the module's own ``log``."""
-        log: Callable[..., None] = self._module.log
+        log = self._original
         for call in calls:
             if call.metric_attribute is not None:
                 metric = self._module.get_submodule(call.metric_attribute)
@@ -256,7 +261,7 @@ def merge_replicas(replicas: Sequence[dict[LogKey, LoggedCall]]) -> list[LoggedC
     return list(merged.values())
 
 
-def _check_as_lightning_does(
+def check_as_lightning_does(
     module: pl.LightningModule, original: Callable[..., None], arguments: dict[str, Any]
 ) -> tuple[_Metadata, Any] | None:
     """Runs the original ``log`` up to the point where it would store the value; None where it ignores the call."""

@@ -470,9 +470,9 @@ def test_modules_that_are_refused(module_class: type[MlpModule], message: str) -
 
 def test_callbacks_precision_and_sync_batchnorm_that_are_refused() -> None:
     data = InOrder(regression_data(8), batch_size=8)
-    swa = pl.callbacks.StochasticWeightAveraging(swa_lrs=0.1)
-    with pytest.raises(ConfigurationError, match="StochasticWeightAveraging"):
-        fit(seeded(MlpModule), data, AutoPipeStrategy(), callbacks=[swa])
+    pruning = pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)
+    with pytest.raises(ConfigurationError, match="ModelPruning"):
+        fit(seeded(MlpModule), data, AutoPipeStrategy(), callbacks=[pruning])
     with pytest.raises(ConfigurationError, match="sync_batchnorm"):
         quiet_trainer(AutoPipeStrategy(), sync_batchnorm=True)
     scaled = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
@@ -538,8 +538,10 @@ def test_log_refuses_what_lightnings_refuses(bad: Any) -> None:
 def test_nothing_is_left_behind() -> None:
     module = seeded(ClassifierModule)
     trainer = fit(module, InOrder(class_data(8), class_data(4), batch_size=4), AutoPipeStrategy())
-    for obj in (module, trainer._logger_connector, trainer.precision_plugin):
-        assert not {"log", "_on_before_batch_transfer", "epoch_end_reached", "clip_grad_by_norm"} & set(vars(obj))
+    loops = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    for obj in (module, trainer._logger_connector, trainer.precision_plugin, *loops):
+        changed = {"log", "_on_before_batch_transfer", "epoch_end_reached", "clip_grad_by_norm", "on_advance_end"}
+        assert not (changed | {"_should_check_val_fx", "on_batch_end", "on_epoch_end"}) & set(vars(obj))
     assert module.train_accuracy.dist_sync_fn is None
     assert not module.train_accuracy._forward_hooks
     assert trainer._accelerator_connector.use_distributed_sampler

@@ -1,0 +1,298 @@
+"""Callbacks of Lightning's, and how a user's own are used."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+
+from tests.conformance.items import Item, make_test
+from tests.conformance.test_logging import Memory, written
+from tests.strategy.modules import WIDTH, InOrder, LanguageModule, MlpModule, regression_data, token_data
+from tests.strategy.runs import Fit
+
+DATA = partial(InOrder, regression_data(32), regression_data(8, seed=1), batch_size=8, val_batch_size=4)
+FOLDER = f"{tempfile.gettempdir()}/autopipe-conformance-{os.getuid()}"
+TOKENS = partial(InOrder, token_data(16), token_data(8, seed=1), batch_size=8)
+
+
+class SchedulingModule(MlpModule):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class FinetunedModule(MlpModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.backbone = self.blocks
+
+
+def folder() -> str:
+    return tempfile.mkdtemp()
+
+
+def checkpoints(name: str, **options: Any) -> Callable[[], Any]:
+    """Makes a ModelCheckpoint with a folder of its own, the same in all processes."""
+    return partial(ModelCheckpoint, dirpath=f"{FOLDER}/{name}", enable_version_counter=False, **options)
+
+
+def kept_checkpoints(trainer: Any, module: Any) -> Any:
+    """What was kept and why, alike on all ranks."""
+    callback = trainer.checkpoint_callback
+    scores = {Path(path).name: float(score) for path, score in callback.best_k_models.items()}
+    names = sorted(path.name for path in Path(callback.dirpath).iterdir())
+    trainer.strategy.barrier()
+    if trainer.is_global_zero:
+        for path in Path(callback.dirpath).iterdir():
+            path.unlink()
+    trainer.strategy.barrier()
+    return scores, names, Path(callback.best_model_path).name, Path(callback.last_model_path).name
+
+
+def saved_average(trainer: Any, module: Any) -> Any:
+    """What a checkpoint holds of the average, and where training goes on from it."""
+    path = Path(trainer.strategy.broadcast(folder())) / "average.ckpt"
+    trainer.save_checkpoint(path)
+    sums = None
+    if trainer.is_global_zero:
+        checkpoint = torch.load(path, weights_only=True)
+        states = [checkpoint["state_dict"], checkpoint.get("current_model_state", {})]
+        states += [state.get("average_model_state") or {} for state in checkpoint["callbacks"].values()]
+        sums = [{name: float(value.double().sum()) for name, value in state.items()} for state in states]
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module, datamodule=trainer.datamodule, ckpt_path=path)
+    if not trainer.is_global_zero:
+        return None
+    return sums, {name: float(p.detach().sum()) for name, p in module.named_parameters()}
+
+
+def averaging(kind: type[pl.Callback], **options: Any) -> Callable[[], pl.Callback]:
+    return partial(kind, **options)
+
+
+class EveryOtherStep(WeightAveraging):
+    """The mean over every other step, from the third on: validation before sees the first values."""
+
+    def __init__(self) -> None:
+        super().__init__(use_buffers=False)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx >= 2 and step_idx % 2 == 0
+
+
+class NormModule(MlpModule):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+
+
+def found_rate(trainer: Any, module: Any) -> Any:
+    finder = next(callback for callback in trainer.callbacks if isinstance(callback, LearningRateFinder))
+    return finder.optimal_lr.results, module.lr
+
+
+def tuned(trainer: Any, module: Any) -> Any:
+    """What the Tuner finds in a fit of its own, and the fit after it."""
+    trainer.fit_loop.max_epochs += 1
+    finder = Tuner(trainer).lr_find(module, datamodule=trainer.datamodule, num_training=5, early_stop_threshold=None)
+    trainer.fit(module, datamodule=trainer.datamodule)
+    assert finder is not None
+    values = {name: float(p.detach().sum()) for name, p in module.named_parameters()} if trainer.is_global_zero else 0
+    return (finder.results, values) if trainer.is_global_zero else None
+
+
+class TotalsOfSummary(pl.Callback):
+    """What a summary says before the fit, in the middle of it and after it."""
+
+    def __init__(self) -> None:
+        self.totals: list[Any] = []
+
+    def note(self, module: Any) -> None:
+        summary = pl.utilities.model_summary.ModelSummary(module, max_depth=-1)
+        self.totals.append((summary.total_parameters, summary.trainable_parameters, summary.param_nums))
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.note(module)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.note(module)
+
+
+def totals(trainer: Any, module: Any) -> Any:
+    callback = next(callback for callback in trainer.callbacks if isinstance(callback, TotalsOfSummary))
+    callback.note(module)
+    return callback.totals
+
+
+class Order(pl.Callback):
+    """In which order its hooks are called."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_") or name in ("setup", "teardown"):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+
+def calls(trainer: Any, module: Any) -> Any:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, Order)).calls
+
+
+ITEMS = {
+    "ModelCheckpoint: the best two, and the last": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            callbacks=(
+                checkpoints(
+                    "best", monitor="val_loss", save_top_k=2, save_last=True, filename="{epoch}-{val_loss:.6f}"
+                ),
+            ),
+            trainer_options={"max_epochs": 4, "enable_checkpointing": True},
+            after=kept_checkpoints,
+        )
+    ),
+    "ModelCheckpoint: every_n_train_steps by a value of the step": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            callbacks=(
+                checkpoints(
+                    "steps",
+                    monitor="train_loss_step",
+                    save_top_k=2,
+                    every_n_train_steps=2,
+                    filename="{step}",
+                    mode="max",
+                ),
+            ),
+            trainer_options={"max_epochs": 2, "enable_checkpointing": True},
+            after=kept_checkpoints,
+        )
+    ),
+    "EarlyStopping, LearningRateMonitor, DeviceStatsMonitor, progress bar": Item(
+        fit=Fit(
+            module_class=SchedulingModule,
+            data=DATA,
+            logger=Memory,
+            callbacks=(
+                partial(EarlyStopping, monitor="train_loss_epoch", mode="max", patience=1),
+                partial(LearningRateMonitor, logging_interval="step"),
+                TQDMProgressBar,
+            ),
+            trainer_options={"max_epochs": 6, "log_every_n_steps": 1, "enable_progress_bar": True},
+            after=written,
+        )
+    ),
+    "RichProgressBar, RichModelSummary, DeviceStatsMonitor": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            logger=Memory,
+            callbacks=(RichProgressBar, RichModelSummary, partial(DeviceStatsMonitor, cpu_stats=False)),
+            trainer_options={"enable_progress_bar": True, "enable_model_summary": True},
+        )
+    ),
+    "ModelSummary: totals of the whole module": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            callbacks=(TotalsOfSummary, partial(ModelSummary, max_depth=2)),
+            trainer_options={"enable_model_summary": True},
+            after=totals,
+        )
+    ),
+    "BackboneFinetuning": Item(
+        fit=Fit(
+            module_class=FinetunedModule,
+            data=DATA,
+            callbacks=(partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1, verbose=False),),
+            trainer_options={"max_epochs": 3},
+        )
+    ),
+    "EMAWeightAveraging: validation, checkpoint, resume": Item(
+        fit=Fit(
+            module_class=LanguageModule,
+            module_options={"optimizer": "adamw", "lr": 0.01},
+            data=TOKENS,
+            callbacks=(averaging(EMAWeightAveraging, decay=0.7),),
+            trainer_options={"max_epochs": 2, "num_sanity_val_steps": 1},
+            after=saved_average,
+        )
+    ),
+    "WeightAveraging: every other step": Item(
+        fit=Fit(
+            module_class=NormModule,
+            data=DATA,
+            callbacks=(EveryOtherStep,),
+            trainer_options={"max_epochs": 2, "val_check_interval": 1},
+            after=saved_average,
+        )
+    ),
+    "StochasticWeightAveraging: schedule, checkpoint, resume": Item(
+        fit=Fit(
+            module_class=SchedulingModule,
+            data=DATA,
+            callbacks=(averaging(StochasticWeightAveraging, swa_lrs=0.05, swa_epoch_start=2, annealing_epochs=1),),
+            trainer_options={"max_epochs": 4},
+            after=saved_average,
+        )
+    ),
+    "LearningRateFinder": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            callbacks=(partial(LearningRateFinder, num_training_steps=6, early_stop_threshold=None),),
+            trainer_options={"max_epochs": 2, "default_root_dir": FOLDER},
+            after=found_rate,
+        )
+    ),
+    "Tuner.lr_find": Item(fit=Fit(module_class=MlpModule, data=DATA, after=tuned)),
+    "order of hooks": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            callbacks=(Order,),
+            trainer_options={"num_sanity_val_steps": 1, "accumulate_grad_batches": 2},
+            after=calls,
+        )
+    ),
+    "BatchSizeFinder": Item(
+        fit=Fit(module_class=MlpModule, data=DATA, callbacks=(BatchSizeFinder,)),
+        refused=r"stages run out at different sizes\. Remove it",
+    ),
+    "ModelPruning": Item(
+        fit=Fit(module_class=MlpModule, data=DATA, callbacks=(partial(ModelPruning, "l1_unstructured", amount=0.5),)),
+        refused=r"Prune after the fit",
+    ),
+}
+
+test_item = make_test(ITEMS)
