@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -53,10 +54,6 @@ class FinetunedModule(MlpModule):
         self.backbone = self.blocks
 
 
-def folder() -> str:
-    return tempfile.mkdtemp()
-
-
 def checkpoints(name: str, **options: Any) -> Callable[[], Any]:
     """Makes a ModelCheckpoint with a folder of its own, the same in all processes."""
     return partial(ModelCheckpoint, dirpath=f"{FOLDER}/{name}", enable_version_counter=False, **options)
@@ -69,15 +66,15 @@ def kept_checkpoints(trainer: Any, module: Any) -> Any:
     names = sorted(path.name for path in Path(callback.dirpath).iterdir())
     trainer.strategy.barrier()
     if trainer.is_global_zero:
-        for path in Path(callback.dirpath).iterdir():
-            path.unlink()
+        shutil.rmtree(callback.dirpath)
     trainer.strategy.barrier()
     return scores, names, Path(callback.best_model_path).name, Path(callback.last_model_path).name
 
 
 def saved_average(trainer: Any, module: Any) -> Any:
     """What a checkpoint holds of the average, and where training goes on from it."""
-    path = Path(trainer.strategy.broadcast(folder())) / "average.ckpt"
+    own_folder = tempfile.mkdtemp()
+    path = Path(trainer.strategy.broadcast(own_folder)) / "average.ckpt"
     trainer.save_checkpoint(path)
     sums = None
     if trainer.is_global_zero:
@@ -87,6 +84,8 @@ def saved_average(trainer: Any, module: Any) -> Any:
         sums = [{name: float(value.double().sum()) for name, value in state.items()} for state in states]
     trainer.fit_loop.max_epochs += 1
     trainer.fit(module, datamodule=trainer.datamodule, ckpt_path=path)
+    trainer.strategy.barrier()
+    shutil.rmtree(own_folder)
     if not trainer.is_global_zero:
         return None
     return sums, {name: float(p.detach().sum()) for name, p in module.named_parameters()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -238,19 +240,20 @@ class Experimenting(MlpModule):
         self.logger.log_hyperparams({"lr": self.lr})
 
 
-def csv_rows(folder: Path, trainer: Any, module: Any) -> Any:
-    if not trainer.is_global_zero:
-        return None
-    lines = (Path(trainer.logger.log_dir) / "metrics.csv").read_text().splitlines()
-    header = lines[0].split(",")
-    hyperparameters = (Path(trainer.logger.log_dir) / "hparams.yaml").read_text()
-    rows = [dict(zip(header, line.split(","), strict=True)) for line in lines[1:]]
-    return hyperparameters, [{key: float(value) for key, value in row.items() if value} for row in rows]
+def csv_rows(trainer: Any, module: Any) -> Any:
+    """What was written, and nothing by other ranks."""
+    folder = Path(trainer.logger.log_dir)
+    found = None
+    if trainer.is_global_zero:
+        header, *lines = (line.split(",") for line in (folder / "metrics.csv").read_text().splitlines())
+        rows = [dict(zip(header, line, strict=True)) for line in lines]
+        numbers = [{key: float(value) for key, value in row.items() if value} for row in rows]
+        found = (folder / "hparams.yaml").read_text(), numbers
+    shutil.rmtree(trainer.logger.save_dir)
+    return found
 
 
 def csv_logger() -> Any:
-    import tempfile
-
     return CSVLogger(tempfile.mkdtemp(), name="run", version=0)
 
 
@@ -293,7 +296,7 @@ ITEMS = {
             logger=csv_logger,
             strategy_options={"num_microbatches": 1},
             trainer_options={"log_every_n_steps": 1},
-            after=partial(csv_rows, None),
+            after=csv_rows,
         )
     ),
 }
