@@ -47,8 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{sum(found[0].operations.values())} operations, {len(found[0].wrong)} wrong: {dict(found[0].operations)}")
     for global_rank, rank in enumerate(found):
         print(f"rank {global_rank}: before {rank.before}\n        after  {rank.after}")
+    ranks = [{"before": asdict(rank.before), "after": asdict(rank.after)} for rank in found]
     missed = [*found[0].wrong, *left_behind(found, most_memory_bytes=MOST_MEMORY_BYTES)]
-    return finish(options, {"environment": environment(), "ranks": [asdict(rank) for rank in found]}, missed)
+    return finish(
+        options, {"environment": environment(), "operations": dict(found[0].operations), "ranks": ranks}, missed
+    )
 
 
 if __name__ == "__main__":

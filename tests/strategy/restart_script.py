@@ -1,6 +1,6 @@
 """A user's script that goes on by itself when torchrun starts it again; run by `test_restarts`.
 
-Usage: restart_script.py FOLDER (stays | killed | killed with its agent): what happens once, in step 6 of 8
+Usage: restart_script.py FOLDER (stays | fails): the latter is killed in step 4 of 8, and with its agent in step 6
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ class DropoutRegression(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-class KilledOnce(pl.Callback):
-    """Its process ends without a word, unless one has done so before."""
+class Killed(pl.Callback):
+    """Its process ends without a word, once by itself, and once with the agent that would start it again."""
 
-    def __init__(self, folder: Path, *, with_agent: bool) -> None:
-        self.mark = folder / "killed"
-        self.with_agent = with_agent
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_step == 5 and not self.mark.exists():
-            self.mark.touch()
-            if self.with_agent:
-                os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+        mark = self.folder / f"killed in {trainer.global_step}"
+        if trainer.global_step not in (3, 5) or mark.exists():
+            return
+        mark.touch()
+        if trainer.global_step == 5:
+            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fit(strategy: Any, folder: Path, callbacks: list[pl.Callback], **trainer_options: Any) -> pl.Trainer:
@@ -75,7 +76,7 @@ def main() -> None:
     trainer = fit(
         AutoPipeStrategy(num_replicas=1, num_microbatches=2, profile="flops", timeout=60),
         folder,
-        [] if what_happens == "stays" else [KilledOnce(folder, with_agent=what_happens != "killed")],
+        [] if what_happens == "stays" else [Killed(folder)],
         num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
     )
