@@ -79,7 +79,11 @@ class AbsentTensor(torch.Tensor):
         return repr(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AbsentTensor:
-        copied = AbsentTensor(self.meta.clone(), self.device, self.requires_grad, self.home)
+        with computing_shapes(), torch.no_grad():
+            copied = self.detach().clone()  # an operation like others, for who records them
+        assert isinstance(copied, AbsentTensor)
+        copied.home = self.home
+        copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied._is_param = True
         memo[id(self)] = copied

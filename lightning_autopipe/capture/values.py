@@ -131,6 +131,8 @@ class ValueTable:
             base = self._bases.get(key)
             if base is None:
                 num_elements = tensor.untyped_storage().nbytes() // max(tensor.element_size(), 1)
+                if not num_elements and tensor.numel():  # a parameter whose memory is lent while it is used
+                    num_elements = 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
                 base = self._bases[key] = torch.empty(num_elements, dtype=tensor.dtype, device=_META)
             if base.dtype is tensor.dtype:
                 meta = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

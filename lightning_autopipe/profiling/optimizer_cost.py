@@ -77,7 +77,9 @@ def _measured(
 def _cost(optimizer: Optimizer, members: Sequence[tuple[int, nn.Parameter]], device: torch.device) -> OptimizerCost:
     copies = []
     for group_index, parameter in members:
-        twin = nn.Parameter(parameter.detach().clone())
+        # What they hold does not matter, and placeholders hold nothing.
+        memory = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device=device)
+        twin = nn.Parameter(memory.zero_())
         twin.grad = torch.randn_like(twin)
         copies.append((group_index, twin))
     trial = TrialOptimizer(optimizer, copies)

@@ -24,6 +24,7 @@ from lightning_autopipe.profiling.findings import (
 )
 from lightning_autopipe.profiling.groups import share_out
 from lightning_autopipe.profiling.optimizer_cost import optimizer_costs
+from lightning_autopipe.profiling.stand_ins import in_memory
 from lightning_autopipe.profiling.stopwatch import Stopwatch
 from lightning_autopipe.profiling.survey import LayerGroup, survey_layers
 from lightning_autopipe.profiling.unchanged import unchanged
@@ -176,7 +177,7 @@ def measure_in_turns(shares: Mapping[int, LayerShare], budget_s: float) -> dict[
 
 def optimizer_findings(
     trace: StepTrace,
-    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     layer_indices: Iterable[int],
     optimizers: Sequence[Optimizer],
     device: torch.device,
@@ -185,7 +186,6 @@ def optimizer_findings(
 
     None where there is no optimizer, or it cannot be tried.
     """
-    parameters = dict(module.named_parameters())
     counted: set[str] = set()
     own: dict[int, list[nn.Parameter]] = {}
     for index, layer in enumerate(trace.layers):
@@ -245,6 +245,10 @@ class _GroupTimes:
         )
 
     def _run(self, *, is_split: bool) -> None:
+        with in_memory(self.group.parameters):
+            self._run_in_memory(is_split=is_split)
+
+    def _run_in_memory(self, *, is_split: bool) -> None:
         group = self.group
         received = group.sample_received(self.device)
         gradients = group.sample_gradients(self.device)

@@ -16,6 +16,7 @@ from lightning_autopipe.capture.records import Layer, StepTrace
 from lightning_autopipe.profiling.groups import layer_signature
 from lightning_autopipe.profiling.layer_replay import LayerOutput, LayerRunner
 from lightning_autopipe.profiling.memory import LiveBytes, SavedTensors, StorageSet
+from lightning_autopipe.profiling.stand_ins import in_memory
 from lightning_autopipe.profiling.stopwatch import Stopwatch
 from lightning_autopipe.profiling.value_spec import ValueSpec
 
@@ -101,7 +102,9 @@ def survey_layers(
                 parameters=tuple(parameters[name] for name in layer.parameters),
                 forward_flops=layer.forward_flops,
             )
-            _run_once(group, layer, module, device)
+            with in_memory(group.parameters):
+                _run_once(group, layer, module, device)
+                group.clear_gradients()
         group.layers.append(index)
         crossing = group.sent
     return list(groups.values())
@@ -127,7 +130,6 @@ def _run_once(group: LayerGroup, layer: Layer, module: nn.Module, device: torch.
         del output
     group.peak_bytes = live.peak_bytes
     group.has_split_backward = bool(group.root_specs) and group.hands_gradients_back and group.has_weight_gradients
-    group.clear_gradients()
 
 
 def _count_saved(

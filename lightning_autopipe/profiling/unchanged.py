@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.capture.preserve import PreservedState, preserved_random_state
+from lightning_autopipe.profiling.stand_ins import has_memory
 
 _REGISTRIES = frozenset({"_parameters", "_modules"})
 
@@ -26,8 +27,9 @@ def unchanged(module: nn.Module, written_parameters: Collection[str]) -> Iterato
     at full speed: nothing observes them.
     """
     parameters = dict(module.named_parameters())
-    tensors = [tensor for tensor in _state_tensors(module) if not is_absent(tensor)]
-    tensors += [parameters[name] for name in written_parameters if not is_absent(parameters[name])]
+    tensors = [tensor for tensor in state_tensors(module) if not is_absent(tensor)]
+    written = [parameters[name] for name in written_parameters if not is_absent(parameters[name])]
+    tensors += [parameter for parameter in written if has_memory(parameter)]
     gradients = [(p, p.grad) for p in parameters.values()]
     hooks = [by_id for p in parameters.values() if (by_id := p._post_accumulate_grad_hooks)]
     registered = [dict(by_id) for by_id in hooks]
@@ -55,7 +57,7 @@ def unchanged(module: nn.Module, written_parameters: Collection[str]) -> Iterato
             by_id.update(before)
 
 
-def _state_tensors(module: nn.Module) -> list[Tensor]:
+def state_tensors(module: nn.Module) -> list[Tensor]:
     """Tensors among the attributes of all submodules, but for parameters; each once."""
     found: dict[int, Tensor] = {}
 
@@ -88,8 +90,8 @@ def on_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     if all(p.device == device for p in parameters):
         yield
         return
-    tensors = [*parameters, *(t for t in _state_tensors(module) if not is_absent(t))]
-    num_bytes = sum(t.numel() * t.element_size() for t in tensors)
+    tensors = [*parameters, *(t for t in state_tensors(module) if not is_absent(t))]
+    num_bytes = sum(t.numel() * t.element_size() for t in tensors if has_memory(t))
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         # The rest is for one layer's gradients and activations.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.capture.absent import absent_like, computing_shapes, is_absent
+
+T = TypeVar("T", bound=Tensor)
 
 
 def release_parameters(
@@ -23,14 +26,17 @@ def release_parameters(
     kept = {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name in keep}
     new: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if id(parameter) in kept or is_absent(parameter):
+        if id(parameter) in kept:
+            continue
+        if is_absent(parameter):
+            parameter.home = home_of(name)  # type: ignore[attr-defined]
             continue
         if id(parameter) not in new:
             with torch.no_grad():
                 absent = absent_like(parameter.detach().to(device="meta"), home_of(name), device)
             placeholder = nn.Parameter(absent, requires_grad=parameter.requires_grad)
-            new[id(parameter)] = _exchange(parameter, placeholder)
-        _assign(module, name, new[id(parameter)])
+            new[id(parameter)] = exchange(parameter, placeholder)
+        assign_parameter(module, name, new[id(parameter)])
 
 
 def fill_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
@@ -38,15 +44,15 @@ def fill_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     done: dict[int, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         if id(parameter) in done:
-            _assign(module, name, done[id(parameter)])
+            assign_parameter(module, name, done[id(parameter)])
         elif is_absent(parameter) and name in values:
             old = id(parameter)
-            done[old] = _exchange(parameter, nn.Parameter(values[name], requires_grad=parameter.requires_grad))
-            _assign(module, name, done[old])
+            done[old] = exchange(parameter, nn.Parameter(values[name], requires_grad=parameter.requires_grad))
+            assign_parameter(module, name, done[old])
 
 
-def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
-    """Make the object `parameter` become what `other` is; gives the object to use from now on."""
+def exchange(parameter: T, other: T) -> T:
+    """Make the object `parameter` (any tensor) become what `other` is; gives the object to use from now on."""
     for key, value in vars(parameter).items():
         if key not in ("meta", "home"):
             other.__dict__.setdefault(key, value)
@@ -60,7 +66,8 @@ def _exchange(parameter: nn.Parameter, other: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def assign_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Put a parameter into a place of the module."""
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
     if owner._parameters.get(attribute) is not parameter:

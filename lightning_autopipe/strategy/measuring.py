@@ -32,6 +32,7 @@ from lightning_autopipe.profiling import (
 from lightning_autopipe.profiling.assembly import assembled_profile
 from lightning_autopipe.profiling.cache import ProfileCache, cache_folder
 from lightning_autopipe.profiling.sizes import affordable_splits, other_splits
+from lightning_autopipe.profiling.stand_ins import stand_ins
 from lightning_autopipe.profiling.step_key import compute_dtype, measurement_key
 from lightning_autopipe.runtime.batch import microbatch_sizes
 from lightning_autopipe.runtime.pipeline import Pipeline
@@ -85,7 +86,8 @@ def measured_profile(
     """
     measuring = _Measuring(pipeline, profile, communicator, step_name, args, kwargs, num_microbatches, optimizers)
     try:
-        return measuring.run(sizes)
+        with stand_ins(pipeline.module, pipeline.device, on_change=lambda: pipeline.store.clear()):
+            return measuring.run(sizes)
     except ProfilingError as error:
         if not may_fail:
             raise
@@ -129,6 +131,8 @@ class _Measuring:
         self._kwargs = kwargs
         self._num_microbatches = num_microbatches
         self._optimizers = optimizers
+        self._parameters = dict(pipeline.module.named_parameters())
+        """Those of the optimizers."""
         self._members: list[_Member] = []
         self._own_model = ""
 
@@ -223,8 +227,8 @@ class _Measuring:
             found = measure_in_turns(shares, DEFAULT_BUDGET_S * (OTHER_SIZES_FACTOR if len(shares) > 1 else 1))
             in_use = found[size_in_use]
             if isinstance(in_use, LayerFindings):
-                module, device = self._pipeline.module, self._pipeline.device
-                costs = optimizer_findings(capture.trace, module, in_use.layers, self._optimizers, device)
+                device = self._pipeline.device
+                costs = optimizer_findings(capture.trace, self._parameters, in_use.layers, self._optimizers, device)
                 found[size_in_use] = replace(in_use, optimizer=costs)
             return found
 

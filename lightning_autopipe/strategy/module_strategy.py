@@ -21,12 +21,13 @@ from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.timeline import StepEnd
 from lightning_autopipe.strategy.checkpoint_loading import load_any
 from lightning_autopipe.strategy.clipping import PipelineClipping
+from lightning_autopipe.strategy.compiled import EagerRun, taken_apart
 from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
 from lightning_autopipe.strategy.hook_log import HookLog
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
-from lightning_autopipe.strategy.placement import fill_placeholders, is_whole
+from lightning_autopipe.strategy.placement import fill_placeholders
 from lightning_autopipe.strategy.planning_strategy import PlanningStrategy
 from lightning_autopipe.strategy.predictions import unsilence_writers
 from lightning_autopipe.strategy.random_state import (
@@ -47,6 +48,9 @@ from lightning_autopipe.strategy.weight_averaging import average_parts, averagin
 class ModuleStrategy(PlanningStrategy):
     """Setup and teardown of a run, gradients, optimizers and checkpoints."""
 
+    _module: pl.LightningModule | None = None
+    _was_compiled = False
+
     def __init__(self, options: StrategyOptions, **components: Any) -> None:
         super().__init__(options, **components)
         self._patches: LightningPatches | None = None
@@ -55,11 +59,34 @@ class ModuleStrategy(PlanningStrategy):
         self._hook_log: HookLog | None = None
         self._clipping: PipelineClipping | None = None
         self._is_accumulating = False
+        self._eager_run = EagerRun()
         self._resumed_random_state: Mapping[str, Any] | None = None
         """Of the checkpoint, until the first batch is trained on."""
         self._known_checkpoints: ConsolidatedCheckpoints | ShardedCheckpoints | None = None
 
     # Beginning and end of a run -----------------------------------------------
+
+    @property
+    def _lightning_module(self) -> pl.LightningModule | None:
+        """What the Trainer is given, which it sets before it asks whether a strategy takes compiled modules."""
+        return self._module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        self._was_compiled = taken_apart(module) or (self._was_compiled and module is self._module)
+        self._module = module
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Lightning enters this for ``configure_model``: no rank makes more than its own stage's parameters."""
+        module = self.lightning_module
+        assert module is not None
+        before = list(module.parameters())
+        with self.naming_first_error(), self._configured.building(module, self.communicator):
+            yield
+        after = list(module.parameters())
+        if len(before) != len(after) or any(p is not q for p, q in zip(before, after, strict=True)):
+            self._session = None  # it knows a module that is no more
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -77,6 +104,7 @@ class ModuleStrategy(PlanningStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         refuse_unsupported(trainer, module, self.precision_plugin)
+        self._eager_run.begin(module, is_compiled=self._was_compiled)
         self._begin_session(module)
         self._patches = LightningPatches(
             trainer, self.communicator, share_attributes=self.session.running_step.attributes.share
@@ -116,18 +144,19 @@ class ModuleStrategy(PlanningStrategy):
                 return
         else:
             self._collect_parts(module)
-            self.model = self.precision_plugin.convert_module(module)
+            with self._configured.recording():
+                self.model = self.precision_plugin.convert_module(module)
         self._choose_plan(module)
         self._session = self._new_session(module)
 
     def _collect_parts(self, module: pl.LightningModule) -> None:
         """Makes a module usable that another strategy object has trained: rank 0 has all of it, others have parts."""
-        if not self.communicator.broadcast_in_world(is_whole(module)):
+        if not self.communicator.broadcast_in_world(self._configured.has_values_for(module)):
             raise ConfigurationError(
                 "an earlier run with gather_after_fit=False has left each process a part of this module only; set "
                 "gather_after_fit=True there, or load a checkpoint into a new module"
             )
-        if not is_whole(module):
+        if not self._configured.has_values_for(module):
             fill_placeholders(module)  # global rank 0 sends the values before the first step
 
     def _follow_signals(self) -> None:
@@ -150,7 +179,8 @@ class ModuleStrategy(PlanningStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         try:
-            super().setup_optimizers(trainer)
+            with self._configured.recording():
+                super().setup_optimizers(trainer)
         except RuntimeError as error:
             if "multiple optimizers" in str(error):
                 raise explain_several_optimizers(self.lightning_module, error) from error
@@ -167,6 +197,8 @@ class ModuleStrategy(PlanningStrategy):
             if session.is_ready and self.options.gather_after_fit and not self.is_interrupted:
                 # Not only after a fit: an evaluation after it must not leave rank 0 with less.
                 session.placed_module.gather_on_rank_zero()
+            elif session.planned_step is None and not self.is_interrupted:
+                session.placed_module.make_all()  # there was no batch
             session.end_run()
             session.running_step.metrics.remove()
         if self._known_checkpoints is not None and not self.is_interrupted:
@@ -181,6 +213,7 @@ class ModuleStrategy(PlanningStrategy):
             self._stopping.remove()
         if self._hook_log is not None:
             self._hook_log.remove()
+        self._eager_run.end()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             unsilence_writers(self.callbacks)
         self._loaders.clear()
@@ -321,4 +354,5 @@ class ModuleStrategy(PlanningStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         self._make_whole(self.lightning_module)
-        super().load_model_state_dict(checkpoint, strict=strict)
+        with self._configured.recording():
+            super().load_model_state_dict(checkpoint, strict=strict)

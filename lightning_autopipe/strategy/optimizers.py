@@ -85,6 +85,19 @@ class WholeOptimizer:
             if not is_kept(name):
                 self.optimizer.state.pop(parameter, None)
 
+    def rebind(self, module: nn.Module) -> None:
+        """Takes the parameters that the module has now in the place of those that it had under the same names."""
+        now = dict(module.named_parameters())
+        for position, name in enumerate(self._names):
+            before, parameter = self._parameters[position], now[name]
+            if parameter is before:
+                continue
+            self._parameters[position] = parameter
+            if before in self.optimizer.state:
+                self.optimizer.state[parameter] = self.optimizer.state.pop(before)
+            for group in self.optimizer.param_groups:
+                group["params"][:] = [parameter if p is before else p for p in group["params"]]
+
     def local_states(self) -> dict[int, Any]:
         """The state of each parameter that this rank keeps, by its position in the whole optimizer."""
         states = self.optimizer.state_dict()["state"] if not self._is_mock else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.placement import fill_parameters
 from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.configured_model import ConfiguredModel
 from lightning_autopipe.strategy.optimizer_sharding import ShardedStep
 from lightning_autopipe.strategy.optimizers import WholeOptimizer
 from lightning_autopipe.strategy.parameter_shares import ParameterShares
@@ -41,6 +42,7 @@ class PlacedModule:
         pipeline: Knows what this rank owns.
         communicator: This rank's groups.
         device: Where this rank computes.
+        configured: What of the module has no values yet.
         sharing_group: The ranks of this stage, which share its optimizer state; None: each keeps all of it.
     """
 
@@ -50,6 +52,7 @@ class PlacedModule:
         pipeline: Pipeline,
         communicator: Communicator,
         device: torch.device,
+        configured: ConfiguredModel,
         *,
         sharing_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -65,6 +68,7 @@ class PlacedModule:
         self._pipeline = pipeline
         self._communicator = communicator
         self._device = device
+        self._configured = configured
 
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Notes what the optimizers of a fit look like on the whole module.
@@ -88,11 +92,26 @@ class PlacedModule:
                 # Processes that were not seeded alike have built different modules.
                 for module in (self.module, *self.copies):
                     tensors = (*module.parameters(), *module.buffers())
-                    broadcast_tensors(tensors, self._communicator.world_group, source=0)
+                    here = [tensor for tensor in tensors if not self._configured.has_to_make(tensor)]
+                    broadcast_tensors(here, self._communicator.world_group, source=0)
             self._pipeline.place(self.copies)
             self.is_placed = self._communicator.layout.num_stages > 1
+            self.make(self._owned_parameters)
             self._prune_optimizers()
             self._move_to(self._device)
+
+    def make(self, names: Collection[str]) -> None:
+        """Gives those of these parameters their first values that have none yet; others will not get any here."""
+        if not self._configured.is_pending:
+            return
+        self._fill(self._configured.values(self.module, names))
+        for whole in self.optimizers:
+            whole.rebind(self.module)
+        self._configured.finish([whole.optimizer for whole in self.optimizers])
+
+    def make_all(self) -> None:
+        """Gives all parameters their first values that have none yet."""
+        self.make([name for name, _ in self.module.named_parameters()])
 
     def leave_device(self) -> None:
         """Moves everything to host memory; `place` moves it back."""
@@ -103,9 +122,8 @@ class PlacedModule:
         _optimizers_to_device([whole.optimizer for whole in self.optimizers], device)
 
     def _prune_optimizers(self) -> None:
-        owned = self._pipeline.ownership.owned_parameters(self._communicator.stage_index)
         for whole in self.optimizers:
-            whole.prune(owned.__contains__)
+            whole.prune(self._owned_parameters.__contains__)
         if self._sharded_steps:
             layout, stage_index = self._communicator.layout, self._communicator.stage_index
             shares = self.shares.of_stage(stage_index)
@@ -121,6 +139,10 @@ class PlacedModule:
     def is_spread(self) -> bool:
         """Whether some rank lacks optimizer state."""
         return self.is_placed or self._sharing_group is not None
+
+    @property
+    def _owned_parameters(self) -> frozenset[str]:
+        return self._pipeline.ownership.owned_parameters(self._communicator.stage_index)
 
     @property
     def gatherer(self) -> StateGatherer:

@@ -14,11 +14,6 @@ from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.runtime.placement import fill_parameters
 
 
-def is_whole(module: nn.Module) -> bool:
-    """Whether this rank has every parameter."""
-    return not any(is_absent(parameter) for parameter in module.parameters())
-
-
 def fill_placeholders(module: nn.Module) -> None:
     """Gives placeholders memory, whose content is still to come."""
     empty = {

@@ -14,6 +14,7 @@ from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.strategy.cluster_of_run import MEASURE, discovered_topology, given_topology, links_measured
+from lightning_autopipe.strategy.configured_model import ConfiguredModel
 from lightning_autopipe.strategy.layout_search import (
     leaves_something_open,
     leaving_no_trace,
@@ -40,6 +41,7 @@ class PlanningStrategy(ProcessStrategy):
     def __init__(self, options: StrategyOptions, **components: Any) -> None:
         super().__init__(options, **components)
         self._session: PipelineSession | None = None
+        self._configured = ConfiguredModel()
         self._loaders: list[PipelineLoader] = []
         self._found_profile: ModelProfile | None = None
         self._planned_cluster: ClusterTopology | None = None
@@ -113,6 +115,7 @@ class PlanningStrategy(ProcessStrategy):
             communicator=self.communicator,
             groups=self._groups,
             device=self.root_device,
+            configured=self._configured,
         )
 
     def _choose_plan(self, module: pl.LightningModule) -> None:

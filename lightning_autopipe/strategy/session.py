@@ -12,6 +12,7 @@ from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.runtime.process_groups import ProcessGroups
 from lightning_autopipe.strategy.communicator import Communicator
+from lightning_autopipe.strategy.configured_model import ConfiguredModel
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.placed_module import PlacedModule
 from lightning_autopipe.strategy.planning import make_pipeline, plan_pipeline
@@ -34,6 +35,7 @@ class PipelineSession:
         communicator: Groups for objects.
         groups: The runtime's groups; None where there is one process.
         device: Where this rank computes.
+        configured: What of the module has no values yet.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class PipelineSession:
         communicator: Communicator,
         groups: ProcessGroups | None,
         device: torch.device,
+        configured: ConfiguredModel,
     ) -> None:
         self.module = module
         self.options = options
@@ -63,6 +66,7 @@ class PipelineSession:
             self.pipeline,
             communicator,
             device,
+            configured,
             sharing_group=groups.stage if is_shared and groups is not None else None,
         )
         self.running_step = RunningStep(module, self.pipeline, communicator, device)

@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.capture.records import StepTrace
 from lightning_autopipe.core.errors import CaptureError
 from lightning_autopipe.core.plan import PipelinePlan
@@ -87,7 +88,10 @@ def verify_on_one_rank(
         CaptureError: the numbers differ; on every rank.
     """
     problem: str | None = None
-    if communicator.global_rank == 0:
+    if any(map(is_absent, pipeline.module.parameters())):
+        if communicator.global_rank == 0:
+            _log.info("Not verified: parameters are made stage by stage, and no process has all of them.")
+    elif communicator.global_rank == 0:
         needed_bytes = _COPIES_NEEDED * sum(p.numel() * p.element_size() for p in pipeline.module.parameters())
         free_bytes = _free_bytes(pipeline.device)
         if needed_bytes > free_bytes and not in_any_case:
