@@ -10,6 +10,7 @@ import torch
 from torch._C import _len_torch_function_stack, _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.autograd import function as autograd_function
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint as _checkpoint
 
 _FunctionBase: Any = autograd_function._SingleLevelFunction
 _current = threading.local()
@@ -19,6 +20,10 @@ _current = threading.local()
 _BORROWERS = frozenset(
     {torch.Tensor.type_as, torch.Tensor.to, torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as}
 )
+
+
+# Its own code uses parameters that it is not given, even where all that it is given are batch data.
+RECOMPUTATION = _checkpoint.CheckpointFunction
 
 
 # Change a flag of a tensor: of a parameter, on every stage alike.

@@ -19,7 +19,7 @@ from lightning_autopipe.capture.draws import (
     seed_generator,
     seed_torch,
 )
-from lightning_autopipe.capture.interception import SETS_FLAG, OperationMode, value_arguments
+from lightning_autopipe.capture.interception import RECOMPUTATION, SETS_FLAG, OperationMode, value_arguments
 from lightning_autopipe.capture.losses import KEEPS_COUNT, MEAN_LOSSES, num_terms
 from lightning_autopipe.capture.records import ModuleCall, Operation, ValueIndex
 from lightning_autopipe.capture.treatment import Treatment
@@ -168,7 +168,7 @@ class Replay(OperationMode):
     def operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]) -> Any:
         if function in SETS_FLAG and id(args[0]) in self.state_ids:
             return run(*args, **kwargs)
-        if not self._takes_activation(value_arguments(function, args, kwargs)):
+        if function is not RECOMPUTATION and not self._takes_activation(value_arguments(function, args, kwargs)):
             return self._outside(function, args, kwargs, run)
         if function in self.trace.metadata_functions:
             return run(*args, **kwargs)

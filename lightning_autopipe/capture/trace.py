@@ -18,7 +18,7 @@ from lightning_autopipe.capture.absent import (
 )
 from lightning_autopipe.capture.call_log import CallLog
 from lightning_autopipe.capture.draws import DrawKey, PlacedDraws, kept_generators, seed_torch
-from lightning_autopipe.capture.interception import SETS_FLAG, OperationMode, value_arguments
+from lightning_autopipe.capture.interception import RECOMPUTATION, SETS_FLAG, OperationMode, value_arguments
 from lightning_autopipe.capture.losses import MEAN_LOSSES, ignores_targets
 from lightning_autopipe.capture.opaque import ReadsValuesError, opaque_paths, shapes_of_result
 from lightning_autopipe.capture.preserve import DispatchObserver, preserved_state
@@ -284,7 +284,7 @@ class _Tracer(OperationMode):
             raise refuse_parameter_assignment(name, self.step_name, self.log.module_path)
         found = list(tree.tensors((args, kwargs)))
         values = tree.tensors(value_arguments(function, args, kwargs))
-        if not any(self.table.is_activation(t) for _, t in values):
+        if function is not RECOMPUTATION and not any(self.table.is_activation(t) for _, t in values):
             return self._outside(function, args, kwargs, run)
         for path, tensor in found:
             if self.table.is_of_unknown_origin(tensor):

@@ -82,9 +82,9 @@ def test_values_and_later_draws_are_those_of_the_module_built_at_once(make: Any,
     together = dict(zip(recorded, values.compute([found[name] for name in recorded]), strict=True))
     for name, tensor in expected.items():
         for value in (alone.get(name, found[name]), together.get(name, found[name])):
-            assert torch.equal(value, tensor) and value.dtype == tensor.dtype and value.stride() == tensor.stride(), (
-                name
-            )
+            assert torch.equal(value, tensor), name
+            assert value.dtype == tensor.dtype, name
+            assert value.stride() == tensor.stride(), name
         assert found[name].requires_grad == tensor.requires_grad
     if make is AllKinds:
         assert module.read == plain.read

@@ -1,0 +1,156 @@
+"""Modules of all kinds: how they are built, what is in them, and what draws or counts in their steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.conformance.items import Item, make_test
+from tests.conformance.models import (
+    DropoutModule,
+    LazyModule,
+    RecomputedModule,
+    StatisticsModule,
+    SyncModule,
+    buffers,
+)
+from tests.strategy.anyones_modules import (
+    CausalModule,
+    CustomFunctionModule,
+    InPlaceModule,
+    RecurrentModule,
+    WeightNormModule,
+)
+from tests.strategy.compiled_modules import CompiledModule, compiled_whole
+from tests.strategy.configured_modules import ConfiguredLanguageModule, ConfiguredModule
+from tests.strategy.modules import InOrder, MlpModule, largest_difference, regression_data, token_data
+from tests.strategy.runs import Fit, Report, fit_in_processes
+
+VECTORS = partial(InOrder, regression_data(16), regression_data(8, seed=1), batch_size=8)
+SEQUENCES = partial(InOrder, token_data(16), batch_size=8)
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+WITH_DROPOUT = {
+    "dropout": Fit(module_class=DropoutModule, data=VECTORS),
+    "dropout, recomputed": Fit(module_class=DropoutModule, module_options={"recomputed": False}, data=VECTORS),
+    "dropout, recomputed re-entrantly": Fit(
+        module_class=DropoutModule, module_options={"recomputed": True}, data=VECTORS
+    ),
+    "dropout in a transformer that checkpoints its blocks": Fit(
+        module_class=CausalModule, module_options={"dropout": 0.5, "recompute": True}, data=SEQUENCES
+    ),
+}
+
+
+@functools.cache
+def on_one_stage(num_replicas: int) -> dict[str, Report]:
+    """Rank 0's reports of the fits that draw, in processes that have the seeds of the others."""
+    found = fit_in_processes(WITH_DROPOUT, num_stages=1, num_replicas=num_replicas, timeout_s=300)
+    return {name: reports[0] for name, reports in found.items()}
+
+
+def draws_as_one_stage(name: str) -> Callable[[Report, list[Report]], None]:
+    """The check that draws depend on neither the number of stages nor the schedule."""
+
+    def check(plain: Report, ranks: list[Report]) -> None:
+        expected = on_one_stage(2 if len(ranks) in (2, 4, 6) and _has_replicas(ranks) else 1)[name]
+        assert largest_difference(expected.values, ranks[0].values) < 1e-12
+        assert largest_difference(plain.values, ranks[0].values) > 1e-6, "nothing is drawn"
+
+    return check
+
+
+def _has_replicas(ranks: list[Report]) -> bool:
+    """Whether two ranks have the same stage."""
+    stages = [frozenset(rank.gradients[0]) for rank in ranks]
+    return len(set(stages)) < len(stages)
+
+
+def counts_as_one_batch(plain: Report, ranks: list[Report]) -> None:
+    """Running statistics, and what an evaluation computes with them, are those of whole batches."""
+    assert set(ranks[0].after) == set(plain.after)
+    for name, values in plain.after.items():
+        assert ranks[0].after[name] == pytest.approx(values, rel=1e-10), name
+    for rank in ranks:
+        assert rank.metrics["val_loss"] == pytest.approx(plain.metrics["val_loss"], rel=1e-9)
+
+
+def statistics(schedule: str) -> Fit:
+    return Fit(
+        module_class=StatisticsModule,
+        data=VECTORS,
+        strategy_options={"deferred_batch_norm": True, "schedule": schedule},
+        trainer_options={"max_epochs": 2},
+        after=buffers,
+    )
+
+
+def with_schedule(fit: Fit, schedule: str) -> Fit:
+    return Fit(
+        module_class=fit.module_class,
+        module_options=fit.module_options,
+        data=fit.data,
+        strategy_options={"schedule": schedule},
+    )
+
+
+def fit(module_class: Any, data: Any = VECTORS, **options: Any) -> Fit:
+    strategy_options = options.pop("strategy_options", {})
+    return Fit(module_class=module_class, module_options=options, data=data, strategy_options=strategy_options)
+
+
+ITEMS = {
+    "models: built in configure_model": Item(fit=fit(ConfiguredModule, optimizer="adamw")),
+    "models: built in configure_model, measured": Item(
+        fit=fit(ConfiguredModule, strategy_options={"profile": "measured", "verify": "auto"})
+    ),
+    "models: built in configure_model, an optimizer with state from the start": Item(
+        fit=fit(ConfiguredModule, stateful=True, lr=0.01)
+    ),
+    "models: built in configure_model at every call": Item(fit=fit(ConfiguredModule, is_guarded=False)),
+    "models: built in configure_model: LSTM, ties, weight norm, attention": Item(
+        fit=fit(ConfiguredLanguageModule, SEQUENCES, strategy_options={"profile": "measured"})
+    ),
+    "models: torch.compile(module)": Item(fit=fit(compiled_whole)),
+    "models: self.net = torch.compile(net)": Item(fit=fit(CompiledModule, how="net", backend="aot_eager")),
+    "models: block.compile()": Item(fit=fit(CompiledModule, how="blocks")),
+    "models: a compiled function": Item(fit=fit(CompiledModule, how="function")),
+    "models: torch.utils.checkpoint": Item(fit=fit(RecomputedModule, reentrant=False)),
+    "models: torch.utils.checkpoint, re-entrant": Item(fit=fit(RecomputedModule, reentrant=True)),
+    "models: gradient_checkpointing_enable()": Item(fit=fit(CausalModule, SEQUENCES, recompute=True)),
+    **{
+        f"models: {name}": Item(fit=with_schedule(drawing, "1f1b"), is_same=False, check=draws_as_one_stage(name))
+        for name, drawing in WITH_DROPOUT.items()
+    },
+    **{
+        f"models: dropout under {schedule}": Item(
+            fit=with_schedule(WITH_DROPOUT["dropout"], schedule), is_same=False, check=draws_as_one_stage("dropout")
+        )
+        for schedule in SCHEDULES[1:]
+    },
+    **{
+        f"models: deferred_batch_norm under {schedule}, evaluation after": Item(
+            fit=statistics(schedule), is_same=False, check=counts_as_one_batch
+        )
+        for schedule in SCHEDULES
+    },
+    "models: deferred_batch_norm under sliced_1f1b": Item(
+        fit=statistics("sliced_1f1b"), refused=r"halves.*statistics|slice.*batch norm|batch norm.*slice"
+    ),
+    "models: SyncBatchNorm": Item(fit=fit(SyncModule), refused=r"SyncBatchNorm.*deferred_batch_norm=True"),
+    "models: Trainer(sync_batchnorm=True)": Item(
+        fit=Fit(module_class=MlpModule, data=VECTORS, trainer_options={"sync_batchnorm": True}),
+        refused=r"sync_batchnorm=True is not supported.*deferred_batch_norm=True",
+    ),
+    "models: lazy layers that have seen an input": Item(fit=fit(LazyModule, ready=True)),
+    "models: lazy layers that have not": Item(fit=fit(LazyModule, ready=False), refused="has no values yet"),
+    "models: LSTM": Item(fit=fit(RecurrentModule, SEQUENCES)),
+    "models: weight norm": Item(fit=fit(WeightNormModule)),
+    "models: custom autograd functions at cuts": Item(fit=fit(CustomFunctionModule)),
+    "models: in-place operations at cuts": Item(fit=fit(InPlaceModule)),
+}
+
+test_item = make_test(ITEMS)
