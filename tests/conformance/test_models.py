@@ -25,7 +25,7 @@ from tests.strategy.anyones_modules import (
     RecurrentModule,
     WeightNormModule,
 )
-from tests.strategy.compiled_modules import CompiledModule, compiled_whole
+from tests.strategy.compiled_modules import CompiledModule
 from tests.strategy.configured_modules import ConfiguredLanguageModule, ConfiguredModule
 from tests.strategy.modules import InOrder, MlpModule, largest_difference, regression_data, token_data
 from tests.strategy.runs import Fit, Report, fit_in_processes
@@ -114,7 +114,6 @@ ITEMS = {
     "models: built in configure_model: LSTM, ties, weight norm, attention": Item(
         fit=fit(ConfiguredLanguageModule, SEQUENCES, strategy_options={"profile": "measured"})
     ),
-    "models: torch.compile(module)": Item(fit=fit(compiled_whole)),
     "models: self.net = torch.compile(net)": Item(fit=fit(CompiledModule, how="net", backend="aot_eager")),
     "models: block.compile()": Item(fit=fit(CompiledModule, how="blocks")),
     "models: a compiled function": Item(fit=fit(CompiledModule, how="function")),

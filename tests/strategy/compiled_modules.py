@@ -37,8 +37,3 @@ class CompiledModule(MlpModule):
                 x = squashed(block(x))
             return self.head(x).squeeze(-1)
         return super().forward(x)
-
-
-def compiled_whole(**options: Any) -> Any:
-    """What a user passes to `fit`: not a LightningModule itself."""
-    return torch.compile(MlpModule(**options), backend="aot_eager")
