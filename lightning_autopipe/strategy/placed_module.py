@@ -104,7 +104,7 @@ class PlacedModule:
         """Gives those of these parameters their first values that have none yet; others will not get any here."""
         if not self._configured.is_pending:
             return
-        self._fill(self._configured.values(self.module, names))
+        self._fill(self.module, self._configured.values(self.module, names))
         for whole in self.optimizers:
             whole.rebind(self.module)
         self._configured.finish([whole.optimizer for whole in self.optimizers])
