@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,12 +40,13 @@ class StepOutcome:
     `sizes` are the samples of each unit (micro-batch, or slice of one). `weights` are 0-dim float64 tensors: the weight
     of each unit's loss. `losses` are 0-dim and detached. Where the loss was taken over the whole batch there is one of
     each. The gradients are those of `loss_scale * sum(weight * loss)`; where `loss_scale` is None, of the only loss
-    itself.
+    itself; in both cases of what `finish_loss` makes of it.
     """
 
     sizes: tuple[int, ...]
     is_over_batch: bool = False
     loss_scale: float | None = 1.0
+    finish_loss: Callable[[Tensor], Tensor] | None = None
     weights_are_samples: bool = True
     """Whether every loss so far was weighted by its samples, and by nothing that the step's code told."""
     _results: dict[int, _UnitResult] = field(default_factory=dict)
@@ -168,7 +169,8 @@ class StageStep(StageForward):
         output = tree.map_tensors(Tensor.detach, result)
         self._outcome.add(unit_index, output=output, weight=weighted.weight, loss=loss)
         self._outcome.weights_are_samples &= weighted.is_by_samples
-        return weighted.to_backpropagate
+        last, finish = weighted.to_backpropagate, self._outcome.finish_loss
+        return last if last is None or finish is None else finish(last)
 
     def _key(self, unit: Unit) -> DrawKey:
         pipeline = self._pipeline

@@ -31,6 +31,8 @@ class StepCall:
     """Number of the step, which keys its random draws."""
     loss_scale: float = 1.0
     """What weighted losses are multiplied by; equal in all replicas."""
+    finish_loss: Callable[[Tensor], Tensor] | None = None
+    """What becomes of each loss, weighted and scaled, right before it is back-propagated; linear, alike on all ranks."""
 
 
 def units_by_batch(units: Sequence[Unit], num_microbatches: Sequence[int]) -> list[list[Unit]]:

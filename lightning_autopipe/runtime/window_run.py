@@ -57,7 +57,12 @@ class WindowRun:
         self._parts: list[list[Any]] = []
         for call, batch, split, units, of_batch in zip(calls, self._batches, splits, self._units, sizes, strict=True):
             own_sizes = unit_sizes(units, of_batch)
-            outcome = StepOutcome(sizes=own_sizes, is_over_batch=self._is_over_batch, loss_scale=call.loss_scale)
+            outcome = StepOutcome(
+                sizes=own_sizes,
+                is_over_batch=self._is_over_batch,
+                loss_scale=call.loss_scale,
+                finish_loss=call.finish_loss,
+            )
             if len(outcome.output_sizes) == 1 and pipeline.layout.num_replicas == 1:
                 outcome.loss_scale = None
             self._outcomes.append(outcome)

@@ -209,16 +209,17 @@ class AutoPipeStrategy(ModuleStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready(TRAINING_STEP, args, kwargs)
         session = self.session
-        call = StepCall(args=args, kwargs=kwargs, step=self.trainer.fit_loop.epoch_loop.total_batch_idx)
+        call = StepCall(
+            args=args,
+            kwargs=kwargs,
+            step=self.trainer.fit_loop.epoch_loop.total_batch_idx,
+            finish_loss=self.finish_loss,
+        )
         if self._is_accumulating and session.training.can_store:
             return session.training.store(call)
         with self.naming_first_error(), self.precision_plugin.train_step_context():
             self._watch_step()
-            return session.training.run(
-                call,
-                reduce=not self._is_accumulating,
-                accumulated_batches=self.trainer.accumulate_grad_batches,
-            )
+            return session.training.run(call, reduce=not self._is_accumulating)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         self._make_ready("validation_step", args, kwargs)

@@ -55,13 +55,11 @@ class WaitingBatches:
     Args:
         ledger: Of the gradients.
         communicator: This rank's groups.
-        accumulated_batches: By which gradients are divided as well.
     """
 
-    def __init__(self, ledger: GradientLedger, communicator: Communicator, accumulated_batches: int) -> None:
+    def __init__(self, ledger: GradientLedger, communicator: Communicator) -> None:
         self._ledger = ledger
         self._communicator = communicator
-        self._accumulated_batches = accumulated_batches
         self._waiting: deque[tuple[StepOutcome, BatchWeight]] = deque()
 
     def __len__(self) -> int:
@@ -74,4 +72,4 @@ class WaitingBatches:
         self._waiting.append((outcome, BatchWeight(own, self._communicator)))
         while self._waiting and self._waiting[0][1].is_known:
             known, weight = self._waiting.popleft()
-            self._ledger.add_oldest(known.gradient_divisor(weight.total()) * self._accumulated_batches)
+            self._ledger.add_oldest(known.gradient_divisor(weight.total()))

@@ -99,8 +99,7 @@ class GradientLedger:
         """Adds the new gradients to ``parameter.grad``; a parameter without any keeps None.
 
         Args:
-            divisors: What the gradients of each batch that was set apart are divided by: the losses' weight in all,
-                times the batches an optimizer step.
+            divisors: What the gradients of each batch that was set apart are divided by: the losses' weight in all.
             reduce: Whether an optimizer step follows.
 
         Raises:

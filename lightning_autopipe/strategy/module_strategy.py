@@ -24,6 +24,7 @@ from lightning_autopipe.strategy.clipping import PipelineClipping
 from lightning_autopipe.strategy.compiled import EagerRun, taken_apart
 from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
 from lightning_autopipe.strategy.hook_log import HookLog
+from lightning_autopipe.strategy.grad_scaler import SharedScaling, scaler_of
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -58,6 +59,7 @@ class ModuleStrategy(PlanningStrategy):
         self._stopping: SharedStopping | None = None
         self._hook_log: HookLog | None = None
         self._clipping: PipelineClipping | None = None
+        self._scaling: SharedScaling | None = None
         self._is_accumulating = False
         self._eager_run = EagerRun()
         self._resumed_random_state: Mapping[str, Any] | None = None
@@ -133,6 +135,8 @@ class ModuleStrategy(PlanningStrategy):
             communicator=self.communicator,
         )
         self._clipping.install()
+        self._scaling = SharedScaling(self.precision_plugin, self.any_rank)
+        self._scaling.install()
 
     def _begin_session(self, module: pl.LightningModule) -> None:
         known = self._session
@@ -205,6 +209,8 @@ class ModuleStrategy(PlanningStrategy):
             self._known_checkpoints.wait()
         if self._clipping is not None:
             self._clipping.remove()
+        if self._scaling is not None:
+            self._scaling.remove()
         if self._patches is not None:
             self._patches.remove()
         if self._termination is not None:
@@ -232,6 +238,13 @@ class ModuleStrategy(PlanningStrategy):
         finally:
             self._is_accumulating = False
 
+    def finish_loss(self, loss: Tensor) -> Tensor:
+        """What Lightning back-propagates: a loss divided by the batches of a window, and scaled for float16."""
+        num_batches = self.trainer.accumulate_grad_batches
+        loss = loss / num_batches if num_batches > 1 else loss
+        scaler = scaler_of(self.precision_plugin)
+        return loss if scaler is None else scaler.scale(loss)
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Adds the gradients that the schedule left; the hooks around a backward run as ever."""
         module = self.lightning_module
@@ -240,9 +253,7 @@ class ModuleStrategy(PlanningStrategy):
             return closure_loss  # of a batch that waits: there is nothing yet to add
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.session.training.commit_gradients(
-            accumulated_batches=self.trainer.accumulate_grad_batches, reduce=not self._is_accumulating
-        )
+        self.session.training.commit_gradients(reduce=not self._is_accumulating)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

@@ -173,10 +173,5 @@ def _refuse_precision(precision: Precision) -> None:
     if type(precision) not in _PRECISION_PLUGINS and not isinstance(precision, MixedPrecision):
         raise ConfigurationError(
             f"the precision plugin {type(precision).__name__} is not supported yet; set precision to 32-true, 64-true, "
-            "bf16-true or bf16-mixed"
-        )
-    if getattr(precision, "scaler", None) is not None:
-        raise ConfigurationError(
-            "precision='16-mixed' is not supported yet: all stages must decide together whether a step overflowed. Set "
-            "precision='bf16-mixed' (or 32-true)"
+            "bf16-true, bf16-mixed, 16-true or 16-mixed"
         )

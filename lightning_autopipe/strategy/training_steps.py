@@ -90,7 +90,7 @@ class TrainingSteps:
 
     # Steps --------------------------------------------------------------------
 
-    def run(self, call: StepCall, *, reduce: bool, accumulated_batches: int) -> Any:
+    def run(self, call: StepCall, *, reduce: bool) -> Any:
         """Runs forward and backward of one batch, and of those that were stored before it, as one pipeline.
 
         The gradients wait for `commit_gradients`.
@@ -103,7 +103,7 @@ class TrainingSteps:
         scales = [self._loss_scale] * len(calls) if totals is None else [1 / total for total in totals]
         calls = [replace(one, loss_scale=scale) for one, scale in zip(calls, scales, strict=True)]
         is_apart = len(calls) > 1 and totals is None
-        waiting = WaitingBatches(ledger, self._communicator, accumulated_batches)
+        waiting = WaitingBatches(ledger, self._communicator)
         with (
             ledger.schedule(reduce=reduce and not is_apart) as before_last_backward,
             self._running_step.recording(TRAINING_STEP),
@@ -136,14 +136,13 @@ class TrainingSteps:
             )
         return results[-1].output
 
-    def commit_gradients(self, *, accumulated_batches: int, reduce: bool) -> None:
+    def commit_gradients(self, *, reduce: bool) -> None:
         """Adds the last training step's gradients to those of the parameters."""
         assert self.gradients is not None
         has_sums = reduce and self._communicator.layout.num_replicas > 1
         watch = self.watch if has_sums else None
         with contextlib.nullcontext() if watch is None else watch.recorder.timed(StepEnd.GRADIENTS):
-            divisors = [divisor * accumulated_batches for divisor in self._gradient_divisors]
-            self.gradients.ledger.commit(divisors=divisors, reduce=reduce)
+            self.gradients.ledger.commit(divisors=self._gradient_divisors, reduce=reduce)
 
     def note_total_weight(self, total_weight: float) -> None:
         """Scale the next losses by about what this one's gradients are divided by.

@@ -1,12 +1,99 @@
-"""Numbers in other formats."""
+"""Numbers in other formats.
+
+Below float64 sums over micro-batches round otherwise than one sum over the batch does; the tolerances say by how much.
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
 
 from tests.conformance.items import Item, make_test
 from tests.strategy.modules import FloatModule, InOrder, MlpModule, float_data, regression_data
-from tests.strategy.runs import Fit
+from tests.strategy.runs import Fit, Report
+
+HALF_TOLERANCE = 0.02
+BFLOAT_TOLERANCE = 0.1
+FLOATS = partial(InOrder, float_data(32), batch_size=8)
+
+
+class Overflow(torch.autograd.Function):
+    """The identity, whose gradient is infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
+class OverflowingModule(FloatModule):
+    """Overflows in two of its batches: in the gradients of the first layer only, which one stage has."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.before = nn.Linear(8, 8)
+        self.seen: list[Any] = []
+        self.index = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        if self.index in (1, 4):
+            x = Overflow.apply(x)
+        return super().forward(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.index = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, fused=self.optimizer_name == "fused")
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass  # infinite ones cannot be compared
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rate = self.optimizers().param_groups[0]["lr"]  # type: ignore[union-attr]
+        scale = self.trainer.precision_plugin.scaler.get_scale()  # type: ignore[union-attr]
+        self.seen.append((scale, rate, self.trainer.global_step))
+
+
+def float16() -> MixedPrecision:
+    """What `precision="16-mixed"` is on a GPU; on the CPU the Trainer makes bfloat16 of the name."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2))
+
+
+def scales(trainer: Any, module: OverflowingModule) -> Any:
+    return module.seen, trainer.precision_plugin.scaler.state_dict()
+
+
+def expect_two_skips(plain: Report, ranks: list[Report]) -> None:
+    trajectory = [scale for scale, *_ in plain.after[0]]
+    assert sum(later < earlier for earlier, later in zip(trajectory, trajectory[1:], strict=False)) == 2
+
+
+def float16_item(optimizer: str, options: dict[str, Any], **strategy_options: Any) -> Item:
+    return Item(
+        fit=Fit(
+            module_class=OverflowingModule,
+            module_options={"optimizer": optimizer, "lr": 0.01},
+            data=partial(InOrder, float_data(64), batch_size=8),
+            trainer_options={"precision": None, **options},
+            strategy_options=strategy_options,
+            plugins=(float16,),
+            after=scales,
+        ),
+        tolerance=HALF_TOLERANCE,
+        check=expect_two_skips,
+    )
+
 
 ITEMS = {
     "precision: 64-true": Item(
@@ -20,11 +107,29 @@ ITEMS = {
         fit=Fit(
             module_class=FloatModule,
             module_options={"optimizer": "adamw"},
-            data=partial(InOrder, float_data(32), batch_size=8),
+            data=FLOATS,
             trainer_options={"precision": "32-true"},
         ),
         tolerance=1e-4,
     ),
+    "precision: bf16-mixed": Item(
+        fit=Fit(module_class=FloatModule, data=FLOATS, trainer_options={"precision": "bf16-mixed"}),
+        tolerance=BFLOAT_TOLERANCE,
+    ),
+    "precision: bf16-true": Item(
+        fit=Fit(module_class=FloatModule, data=FLOATS, trainer_options={"precision": "bf16-true"}),
+        tolerance=BFLOAT_TOLERANCE,
+    ),
+    "precision: 16-true": Item(
+        fit=Fit(module_class=FloatModule, data=FLOATS, trainer_options={"precision": "16-true"}),
+        tolerance=HALF_TOLERANCE,
+    ),
+    "precision: 16-mixed, clipping by norm": float16_item("adamw", {"gradient_clip_val": 0.5}),
+    "precision: 16-mixed, accumulation": float16_item("adamw", {"accumulate_grad_batches": 3}),
+    "precision: 16-mixed, merged accumulation": float16_item(
+        "adamw", {"accumulate_grad_batches": 3}, merge_accumulation=True
+    ),
+    "precision: 16-mixed, fused optimizer": float16_item("fused", {}),
 }
 
 test_item = make_test(ITEMS)

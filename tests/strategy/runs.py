@@ -27,6 +27,7 @@ class Fit:
     strategy_options: dict[str, Any] = field(default_factory=dict)
     trainer_options: dict[str, Any] = field(default_factory=dict)
     callbacks: Sequence[Callable[[], pl.Callback]] = ()
+    plugins: Sequence[Callable[[], Any]] = ()
     frozen: tuple[str, ...] = ()
     """Prefixes of parameters that are not trained."""
     logger: Callable[[], Any] | None = None
@@ -93,6 +94,7 @@ def _run(fit: Fit, strategy: Any, *, num_processes: int, num_replicas: int) -> R
         strategy,
         num_processes=num_processes,
         callbacks=[make() for make in fit.callbacks],
+        plugins=[make() for make in fit.plugins],
         **{"logger": fit.logger() if fit.logger else False, **fit.trainer_options},
     )
     trainer.fit(module, datamodule=fit.data(num_replicas=num_replicas), ckpt_path=fit.ckpt_path)
