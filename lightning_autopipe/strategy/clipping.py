@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad, get_total_norm
 from torch.optim import Optimizer
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_autopipe.strategy.communicator import Communicator
 
@@ -21,7 +22,8 @@ class PipelineClipping:
     Between `install` and `remove`; a ``get_total_norm`` that was imported by its name before stays local.
 
     Lightning, a user's ``configure_gradient_clipping`` and other hooks all end there; each of them runs on every rank,
-    so the call is collective over a pipeline: stages without gradients join, too. Clipping by value needs nothing.
+    so the call is collective over a pipeline: stages without gradients join, too. Clipping by value is each stage's own
+    business, which torch refuses where there are no gradients; on a stage there may be none.
 
     Args:
         plugin: Lightning's, which clips.
@@ -51,12 +53,14 @@ class PipelineClipping:
         if self._communicator.layout.num_stages > 1:
             clip_grad._get_total_norm = self._total_norm
             nn.utils.get_total_norm = self._total_norm
+            clip_grad._group_tensors_by_device_and_dtype = _grouped
             self._plugin.__dict__["clip_grad_by_norm"] = self._clip
 
     def remove(self) -> None:
         """Undoes `install`."""
         clip_grad._get_total_norm = get_total_norm
         nn.utils.get_total_norm = get_total_norm
+        clip_grad._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
         self._plugin.__dict__.pop("clip_grad_by_norm", None)
 
     def _clip(self, optimizer: Optimizer, clip_val: float | int) -> Any:
@@ -88,3 +92,7 @@ class PipelineClipping:
         own = {id(p.grad): self._counts(p) for p in self._module.parameters() if p.grad is not None}
         is_counting = self._communicator.is_last_stage  # tensors that are nobody's gradients: every stage has them
         return [gradient for gradient in gradients if own.get(id(gradient), is_counting)]
+
+
+def _grouped(lists: list[list[Tensor]], with_indices: bool = False) -> dict[Any, Any]:
+    return _group_tensors_by_device_and_dtype(lists, with_indices) if lists[0] else {}

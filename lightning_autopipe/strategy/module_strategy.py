@@ -25,6 +25,7 @@ from lightning_autopipe.strategy.compiled import EagerRun, taken_apart
 from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
 from lightning_autopipe.strategy.hook_log import HookLog
 from lightning_autopipe.strategy.grad_scaler import SharedScaling, scaler_of
+from lightning_autopipe.strategy.gradient_norms import SharedGradientNorms
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -58,8 +59,8 @@ class ModuleStrategy(PlanningStrategy):
         self._termination: SharedTermination | None = None
         self._stopping: SharedStopping | None = None
         self._hook_log: HookLog | None = None
-        self._clipping: PipelineClipping | None = None
-        self._scaling: SharedScaling | None = None
+        self._shared_decisions: list[PipelineClipping | SharedScaling | SharedGradientNorms] = []
+        """What gradients of all stages decide together, where torch and Lightning would take those of one."""
         self._is_accumulating = False
         self._eager_run = EagerRun()
         self._resumed_random_state: Mapping[str, Any] | None = None
@@ -127,16 +128,18 @@ class ModuleStrategy(PlanningStrategy):
             )
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        self._clipping = PipelineClipping(
-            self.precision_plugin,
-            module,
-            counts=self.session.training.counts_in_norm,
-            is_in_step=lambda: self.is_in_step,
-            communicator=self.communicator,
-        )
-        self._clipping.install()
-        self._scaling = SharedScaling(self.precision_plugin, self.any_rank)
-        self._scaling.install()
+        self._share_decisions(module)
+
+    def _share_decisions(self, module: pl.LightningModule) -> None:
+        surroundings: Any = {"is_in_step": lambda: self.is_in_step, "communicator": self.communicator}
+        counts = self.session.training.counts_in_norm
+        self._shared_decisions = [
+            PipelineClipping(self.precision_plugin, module, counts=counts, **surroundings),
+            SharedScaling(self.precision_plugin, self.any_rank),
+            SharedGradientNorms(**surroundings),
+        ]
+        for shared in self._shared_decisions:
+            shared.install()
 
     def _begin_session(self, module: pl.LightningModule) -> None:
         known = self._session
@@ -207,10 +210,8 @@ class ModuleStrategy(PlanningStrategy):
             session.running_step.metrics.remove()
         if self._known_checkpoints is not None and not self.is_interrupted:
             self._known_checkpoints.wait()
-        if self._clipping is not None:
-            self._clipping.remove()
-        if self._scaling is not None:
-            self._scaling.remove()
+        for shared in self._shared_decisions:
+            shared.remove()
         if self._patches is not None:
             self._patches.remove()
         if self._termination is not None:
