@@ -32,7 +32,7 @@ class StepCall:
     loss_scale: float = 1.0
     """What weighted losses are multiplied by; equal in all replicas."""
     finish_loss: Callable[[Tensor], Tensor] | None = None
-    """What becomes of each loss, weighted and scaled, right before it is back-propagated; linear, alike on all ranks."""
+    """What is made of each loss, weighted and scaled, right before it is back-propagated; linear, equal everywhere."""
 
 
 def units_by_batch(units: Sequence[Unit], num_microbatches: Sequence[int]) -> list[list[Unit]]:

@@ -15,6 +15,8 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from lightning_autopipe.strategy.communicator import Communicator
 
+_GROUPING = "_group_tensors_by_device_and_dtype"
+
 
 class PipelineClipping:
     """Makes ``clip_grad_norm_`` and ``get_total_norm`` of ``torch.nn.utils`` take the norm over all stages.
@@ -53,14 +55,14 @@ class PipelineClipping:
         if self._communicator.layout.num_stages > 1:
             clip_grad._get_total_norm = self._total_norm
             nn.utils.get_total_norm = self._total_norm
-            clip_grad._group_tensors_by_device_and_dtype = _grouped
+            clip_grad.__dict__[_GROUPING] = _grouped
             self._plugin.__dict__["clip_grad_by_norm"] = self._clip
 
     def remove(self) -> None:
         """Undoes `install`."""
         clip_grad._get_total_norm = get_total_norm
         nn.utils.get_total_norm = get_total_norm
-        clip_grad._group_tensors_by_device_and_dtype = _group_tensors_by_device_and_dtype
+        clip_grad.__dict__[_GROUPING] = _group_tensors_by_device_and_dtype
         self._plugin.__dict__.pop("clip_grad_by_norm", None)
 
     def _clip(self, optimizer: Optimizer, clip_val: float | int) -> Any:
@@ -94,5 +96,5 @@ class PipelineClipping:
         return [gradient for gradient in gradients if own.get(id(gradient), is_counting)]
 
 
-def _grouped(lists: list[list[Tensor]], with_indices: bool = False) -> dict[Any, Any]:
+def _grouped(lists: list[list[Tensor | None]], with_indices: bool = False) -> dict[Any, Any]:
     return _group_tensors_by_device_and_dtype(lists, with_indices) if lists[0] else {}

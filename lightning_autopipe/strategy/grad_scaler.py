@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 
 def scaler_of(plugin: Precision) -> GradScaler | None:
@@ -34,15 +35,22 @@ class SharedScaling:
     def install(self) -> None:
         """Changes the scaler; `remove` changes it back."""
         if self._scaler is not None:
-            self._scaler.__dict__["_unscale_grads_"] = self._unscale
+            self._scaler.__dict__["_unscale_grads_"] = partial(self._unscale, self._scaler._unscale_grads_)
 
     def remove(self) -> None:
         """Undoes `install`."""
         if self._scaler is not None:
             self._scaler.__dict__.pop("_unscale_grads_", None)
 
-    def _unscale(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, *args: Any) -> dict[torch.device, Tensor]:
-        # Both for optimizers whose gradients are unscaled before their step, and for fused ones, which do that inside.
-        found = type(self._scaler)._unscale_grads_(self._scaler, optimizer, inv_scale, found_inf, *args)
+    def _unscale(
+        self,
+        unscale_own: Callable[..., dict[torch.device, Tensor]],
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        # Also called for fused optimizers, which unscale gradients inside their step.
+        found = unscale_own(optimizer, inv_scale, found_inf, allow_fp16)
         is_found = self._any_rank([any(bool(one) for one in found.values())])[0]
         return {found_inf.device: torch.full_like(found_inf, float(is_found))}

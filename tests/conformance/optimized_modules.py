@@ -34,7 +34,7 @@ def by_lists(module: MlpModule) -> list[dict[str, Any]]:
     """Of some parameters only: nothing moves the others."""
     return [
         {"params": [module.blocks[0][0].weight, module.head.bias], "lr": LR},
-        {"params": [module.blocks[3][0].weight], "momentum": 0.5},
+        {"params": [module.blocks[2][0].weight], "momentum": 0.5},
     ]
 
 
@@ -77,7 +77,7 @@ class OptimizedModule(MlpModule):
     """Optimizer and schedule by name; notes rates and momenta after each batch."""
 
     def __init__(self, *, optimizer: str = "sgd", scheduler: str | None = None, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(**{"depth": 3, **options})
         self.optimizer_name, self.scheduler_name = optimizer, scheduler
         self.rates: list[Any] = []
 
@@ -161,12 +161,11 @@ class ChangingHooksModule(OptimizedModule):
                 parameter.grad.clamp_(-0.01, 0.01)
 
 
-class NormsModule(OptimizedModule):
+class NormsModule(ChangingHooksModule):
     """Logs Lightning's norms of the whole module, and notes those of a part."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.head.weight.data = self.head.weight.data.expand(1, -1).clone()
         self.norms: list[dict[str, float]] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
