@@ -135,8 +135,8 @@ ITEMS = {
     "precision: 16-mixed, accumulation, clipping by norm": float16_item(
         "adamw", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     ),
-    "precision: 16-mixed, merged accumulation": float16_item(
-        "adamw", {"accumulate_grad_batches": 2}, merge_accumulation=True
+    "precision: 16-mixed, merged accumulation, shard_optimizer": float16_item(
+        "adamw", {"accumulate_grad_batches": 2}, merge_accumulation=True, shard_optimizer=True
     ),
     "precision: 16-mixed, fused optimizer": float16_item("fused", {}),
 }
