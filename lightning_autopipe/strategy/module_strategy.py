@@ -23,9 +23,9 @@ from lightning_autopipe.strategy.checkpoint_loading import load_any
 from lightning_autopipe.strategy.clipping import PipelineClipping
 from lightning_autopipe.strategy.compiled import EagerRun, taken_apart
 from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
-from lightning_autopipe.strategy.hook_log import HookLog
 from lightning_autopipe.strategy.grad_scaler import SharedScaling, scaler_of
 from lightning_autopipe.strategy.gradient_norms import SharedGradientNorms
+from lightning_autopipe.strategy.hook_log import HookLog
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
