@@ -19,8 +19,8 @@ from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.partition import Partition
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.runtime.window import StepCall
+from lightning_autopipe.strategy.checkpoint_strategy import CheckpointStrategy
 from lightning_autopipe.strategy.loader import PipelineLoader
-from lightning_autopipe.strategy.module_strategy import ModuleStrategy
 from lightning_autopipe.strategy.options import DEFAULT_TIMEOUT_S, Auto, PartitionRule, StrategyOptions
 from lightning_autopipe.strategy.planning import first_training_arguments, in_training_mode, random_state
 from lightning_autopipe.strategy.predictions import silence_writers, unsilence_writers
@@ -30,7 +30,7 @@ from lightning_autopipe.strategy.training_steps import TRAINING_STEP
 from lightning_autopipe.strategy.watching import make_watch
 
 
-class AutoPipeStrategy(ModuleStrategy):
+class AutoPipeStrategy(CheckpointStrategy):
     """Trains an unchanged LightningModule as a pipeline of stages, one a process: ``Trainer(strategy="autopipe_h")``.
 
     Every option takes ``"auto"`` or its default; a value whose feature is still to come is refused.

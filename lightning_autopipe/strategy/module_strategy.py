@@ -1,71 +1,60 @@
-"""The half of the strategy that knows the module: its run, its optimizers, its checkpoints."""
+"""The part of the strategy that knows the module: its run, its gradients, its optimizers."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping
-from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.timeline import StepEnd
-from lightning_autopipe.strategy.checkpoint_loading import load_any
 from lightning_autopipe.strategy.clipping import PipelineClipping
 from lightning_autopipe.strategy.compiled import EagerRun, taken_apart
-from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
 from lightning_autopipe.strategy.grad_scaler import SharedScaling, scaler_of
 from lightning_autopipe.strategy.gradient_norms import SharedGradientNorms
 from lightning_autopipe.strategy.hook_log import HookLog
 from lightning_autopipe.strategy.lightning_patches import LightningPatches
-from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.placement import fill_placeholders
 from lightning_autopipe.strategy.planning_strategy import PlanningStrategy
 from lightning_autopipe.strategy.predictions import unsilence_writers
-from lightning_autopipe.strategy.random_state import (
-    RANDOM_STATE,
-    default_sampler_seed,
-    gather_random_state,
-    resume_generators,
-)
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_callbacks, refuse_unsupported
-from lightning_autopipe.strategy.sharded_checkpoints import ShardedCheckpoints
-from lightning_autopipe.strategy.state_gathering import whole_state_dict
 from lightning_autopipe.strategy.stopping import SharedStopping
 from lightning_autopipe.strategy.termination import SharedTermination
 from lightning_autopipe.strategy.training_steps import TRAINING_STEP
 from lightning_autopipe.strategy.weight_averaging import average_parts, averaging_callbacks
 
 
+class Installable(Protocol):
+    """A change of objects of Lightning's and torch's, for one run."""
+
+    def install(self) -> None:
+        """Makes the change."""
+
+    def remove(self) -> None:
+        """Undoes it."""
+
+
 class ModuleStrategy(PlanningStrategy):
-    """Setup and teardown of a run, gradients, optimizers and checkpoints."""
+    """Setup and teardown of a run, gradients and optimizer steps."""
 
     _module: pl.LightningModule | None = None
     _was_compiled = False
 
     def __init__(self, options: StrategyOptions, **components: Any) -> None:
         super().__init__(options, **components)
-        self._patches: LightningPatches | None = None
+        self._installed: list[Installable] = []
+        """What is changed for one run in objects of Lightning's and torch's."""
         self._termination: SharedTermination | None = None
-        self._stopping: SharedStopping | None = None
         self._hook_log: HookLog | None = None
-        self._shared_decisions: list[PipelineClipping | SharedScaling | SharedGradientNorms] = []
-        """What gradients of all stages decide together, where torch and Lightning would take those of one."""
         self._is_accumulating = False
         self._eager_run = EagerRun()
-        self._resumed_random_state: Mapping[str, Any] | None = None
-        """Of the checkpoint, until the first batch is trained on."""
-        self._known_checkpoints: ConsolidatedCheckpoints | ShardedCheckpoints | None = None
 
     # Beginning and end of a run -----------------------------------------------
 
@@ -109,17 +98,16 @@ class ModuleStrategy(PlanningStrategy):
         refuse_unsupported(trainer, module, self.precision_plugin)
         self._eager_run.begin(module, is_compiled=self._was_compiled)
         self._begin_session(module)
-        self._patches = LightningPatches(
-            trainer, self.communicator, share_attributes=self.session.running_step.attributes.share
-        )
-        self._patches.install()
         self._termination = SharedTermination(trainer, self._follow_signals)
-        self._termination.install()
-        self._stopping = SharedStopping(trainer, self.any_rank)
-        self._stopping.install()
         self._hook_log = HookLog(trainer, self.communicator)
-        self._hook_log.install()
-        self.session.running_step.metrics.install()
+        running_step = self.session.running_step
+        self._install(
+            LightningPatches(trainer, self.communicator, share_attributes=running_step.attributes.share),
+            self._termination,
+            SharedStopping(trainer, self.any_rank),
+            self._hook_log,
+            running_step.metrics,
+        )
         if trainer.state.fn == TrainerFn.FITTING:
             self.session.placed_module.copies = average_parts(
                 self.callbacks,
@@ -131,15 +119,20 @@ class ModuleStrategy(PlanningStrategy):
         self._share_decisions(module)
 
     def _share_decisions(self, module: pl.LightningModule) -> None:
+        """Lets gradients of all stages decide where torch and Lightning would take those of one."""
         surroundings: Any = {"is_in_step": lambda: self.is_in_step, "communicator": self.communicator}
-        counts = self.session.training.counts_in_norm
-        self._shared_decisions = [
-            PipelineClipping(self.precision_plugin, module, counts=counts, **surroundings),
+        self._install(
+            PipelineClipping(
+                self.precision_plugin, module, counts=self.session.training.counts_in_norm, **surroundings
+            ),
             SharedScaling(self.precision_plugin, self.any_rank),
             SharedGradientNorms(**surroundings),
-        ]
-        for shared in self._shared_decisions:
-            shared.install()
+        )
+
+    def _install(self, *changes: Installable) -> None:
+        for change in changes:
+            change.install()
+            self._installed.append(change)
 
     def _begin_session(self, module: pl.LightningModule) -> None:
         known = self._session
@@ -183,6 +176,9 @@ class ModuleStrategy(PlanningStrategy):
         else:
             self._collect_parts(module)
 
+    def _gather_copy(self, copy: nn.Module) -> Mapping[str, Tensor]:
+        return {} if self.is_interrupted else self.session.placed_module.gather_copy(copy)
+
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         try:
@@ -207,24 +203,12 @@ class ModuleStrategy(PlanningStrategy):
             elif session.planned_step is None and not self.is_interrupted:
                 session.placed_module.make_all()  # there was no batch
             session.end_run()
-            session.running_step.metrics.remove()
-        if self._known_checkpoints is not None and not self.is_interrupted:
-            self._known_checkpoints.wait()
-        for shared in self._shared_decisions:
-            shared.remove()
-        if self._patches is not None:
-            self._patches.remove()
-        if self._termination is not None:
-            self._termination.remove()
-        if self._stopping is not None:
-            self._stopping.remove()
-        if self._hook_log is not None:
-            self._hook_log.remove()
+        while self._installed:
+            self._installed.pop().remove()
         self._eager_run.end()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             unsilence_writers(self.callbacks)
         self._loaders.clear()
-        self._resumed_random_state = None
         self._is_accumulating = False
         super().teardown()
 
@@ -268,103 +252,3 @@ class ModuleStrategy(PlanningStrategy):
         if watch is not None:
             watch.recorder.note_rest(StepEnd.OPTIMIZER)
         return result
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of the optimizer on the whole module; complete on global rank 0."""
-        session = self.session
-        whole = next(w for w in session.placed_module.optimizers if w.optimizer is unwrapped(optimizer))
-        if self.is_interrupted:
-            return whole.state_dict(whole.local_states())
-        with self.naming_first_error():
-            return self._checkpoints.optimizer_state(session.placed_module, whole)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for whole, state in zip(self.session.placed_module.optimizers, checkpoint["optimizer_states"], strict=True):
-            whole.load_state_dict(state)
-        random_state = checkpoint.get(RANDOM_STATE)
-        if random_state is not None:
-            self.session.pipeline.seed = random_state["seed"]
-            self._sampler_seed = random_state["sampler_seed"]
-            self._resumed_random_state = random_state
-
-    def resume_random_state(self) -> None:
-        """Lets this process draw on as the run did that the checkpoint is of.
-
-        Called right before data are read, until the first batch is trained on: what Lightning and the user do until
-        then (looking whether a loader can be iterated; beginning the epoch that had ended when the checkpoint was
-        written) draws as well.
-        """
-        if self._resumed_random_state is not None:
-            resume_generators(self._resumed_random_state, self.communicator)
-
-    # Checkpoints --------------------------------------------------------------
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The plain module's keys; on global rank 0 with all values."""
-        if self.is_interrupted:
-            return whole_state_dict(self.session.module, {})
-        with self.naming_first_error():
-            return self._checkpoints.module_state(self.session.placed_module)
-
-    def _gather_copy(self, copy: nn.Module) -> Mapping[str, Tensor]:
-        return {} if self.is_interrupted else self.session.placed_module.gather_copy(copy)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        is_whole_world_here = not self.is_interrupted or self.world_size == 1
-        if self._session is not None and "optimizer_states" in checkpoint and is_whole_world_here:
-            checkpoint[RANDOM_STATE] = gather_random_state(
-                self.communicator,
-                seed=self.session.pipeline.seed,
-                sampler_seed=default_sampler_seed() if self._sampler_seed is None else self._sampler_seed,
-            )
-        if self.is_interrupted and not self._is_whole_here:
-            if self.is_global_zero:
-                rank_zero_warn(
-                    f"no checkpoint is written to {os.fspath(filepath)!r}: an exception ended the run, and other "
-                    "processes cannot be asked for their part any more. Resume from the last regular checkpoint"
-                )
-            return
-        with self.naming_first_error():
-            self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
-            is_last = self._termination is not None and self._termination.is_requeueing
-            if is_last or not self.session.is_ready:  # nothing comes later that would wait
-                self._checkpoints.wait()
-
-    @property
-    def _is_whole_here(self) -> bool:
-        """Whether rank 0 can write a checkpoint without the other ranks."""
-        if self.world_size == 1 or self._session is None:
-            return True
-        is_file = isinstance(self._checkpoints, ConsolidatedCheckpoints)
-        return is_file and not self._session.placed_module.is_spread
-
-    def remove_checkpoint(self, filepath: _PATH) -> None:
-        self._checkpoints.remove(filepath, self.checkpoint_io)
-
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        if self._known_checkpoints is not None:
-            self._known_checkpoints.wait()
-        return load_any(partial(super().load_checkpoint, checkpoint_path), checkpoint_path, weights_only)
-
-    @property
-    def _checkpoints(self) -> ConsolidatedCheckpoints | ShardedCheckpoints:
-        """How checkpoints are written; kept as long as the processes are the same."""
-        known = self._known_checkpoints
-        if known is None or known.communicator is not self.communicator:
-            if self.options.checkpoint_format in ("sharded", "sharded_async"):
-                known = ShardedCheckpoints(
-                    self.communicator,
-                    in_background=self.options.checkpoint_format == "sharded_async",
-                    timeout_s=self.options.timeout_s,
-                    backend=self.options.process_group_backend,
-                )
-            else:
-                known = ConsolidatedCheckpoints(self.communicator, [Path(self.trainer.default_root_dir)])
-            self._known_checkpoints = known
-        return known
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        self._make_whole(self.lightning_module)
-        with self._configured.recording():
-            super().load_model_state_dict(checkpoint, strict=strict)
