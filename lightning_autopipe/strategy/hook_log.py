@@ -9,7 +9,6 @@ Over replicas it is as under any data-parallel strategy: each has its own value,
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,6 @@ from lightning_autopipe.strategy.step_log import check_as_lightning_does
 _active: list[HookLog] = []
 """What is installed. Modules hold functions that look here, so that they can still be copied and pickled."""
 
-_TOTAL_NORM = re.compile(r"grad_(?P<norm>.+)_norm_total")
 _NOT_HOOKS = frozenset({"training_step", "validation_step", "test_step", "predict_step", "backward", "optimizer_step"})
 
 
@@ -155,27 +153,7 @@ def _merged(by_stage: Sequence[Sequence[_Call]]) -> list[_Call]:
             key = (call.hook, call.name)
             counts[key] = counts.get(key, 0) + 1
             merged.setdefault((*key, counts[key]), call)
-    return [_with_total(call, merged.values()) for call in merged.values()]
-
-
-def _with_total(call: _Call, calls: Iterable[_Call]) -> _Call:
-    """Lightning's ``grad_norm`` logs norms by parameter, and that of all of them: here those of all stages."""
-    found = _TOTAL_NORM.fullmatch(call.name)
-    if found is None:
-        return call
-    prefix = f"grad_{found['norm']}_norm/"
-    norms = [other.value for other in calls if other.hook == call.hook and other.name.startswith(prefix)]
-    if not norms:
-        return call
-    total = torch.tensor(norms, dtype=torch.float64).norm(float(found["norm"]))
-    return _Call(
-        hook=call.hook,
-        name=call.name,
-        value=float(total),
-        dtype=call.dtype,
-        dataloader_idx=call.dataloader_idx,
-        arguments=call.arguments,
-    )
+    return list(merged.values())
 
 
 def _log(module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:

@@ -6,7 +6,6 @@ import copy
 import pickle
 from functools import partial
 
-import pytest
 import torch
 
 from lightning_autopipe.strategy.hook_log import _Call, _log, _merged
@@ -29,17 +28,6 @@ def test_the_last_stages_value_counts() -> None:
 
 def test_the_same_name_in_another_hook_is_another_call() -> None:
     assert len(_merged([[call("a", 1.0)], [call("a", 2.0, hook="on_train_start")]])) == 2
-
-
-def test_the_total_norm_is_over_all_stages() -> None:
-    first = [call("grad_2.0_norm/x", 3.0), call("grad_2.0_norm_total", 3.0)]
-    last = [call("grad_2.0_norm/y", 4.0), call("grad_2.0_norm_total", 4.0)]
-    merged = dict(named(_merged([first, last])))
-    assert merged == {"grad_2.0_norm/x": 3.0, "grad_2.0_norm/y": 4.0, "grad_2.0_norm_total": pytest.approx(5.0)}
-    largest = _merged(
-        [[call("grad_inf_norm/x", 3.0)], [call("grad_inf_norm/y", 2.0), call("grad_inf_norm_total", 2.0)]]
-    )
-    assert dict(named(largest))["grad_inf_norm_total"] == 3.0
 
 
 def test_a_module_can_still_be_copied_and_pickled() -> None:
