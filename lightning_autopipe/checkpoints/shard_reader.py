@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import os
 import pickle
@@ -141,6 +142,15 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _TORCH_CLASSES.get(module, ()):
             return getattr(importlib.import_module(module), name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of_enum
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"it holds {module}.{name}, which metadata of a checkpoint never does")
+
+
+def _member_of_enum(kind: Any, name: Any) -> Any:
+    """What Python 3.11.0 to 3.11.3 write ``getattr`` for."""
+    if isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which metadata of a checkpoint never does")

@@ -13,10 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from lightning_autopipe.checkpoints import consolidation
 from lightning_autopipe.checkpoints.placing import partial_path
-from lightning_autopipe.checkpoints.shard_reader import ShardFolder
+from lightning_autopipe.checkpoints.shard_reader import ShardFolder, _MetadataUnpickler
 from lightning_autopipe.checkpoints.shard_writer import ShardWriter
 from lightning_autopipe.checkpoints.structure import names_in, stands_for, take_tensors
 from lightning_autopipe.cli import main
@@ -98,6 +99,24 @@ def with_a_command(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(Evil()))
 
 
+class Attribute:
+    def __init__(self, of: Any, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.of, self.name)
+
+
+def with_an_attribute(path: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Attribute(Metadata, "__init__")))
+
+
+def test_members_of_enums_are_read_as_older_pythons_write_them() -> None:
+    """Python 3.11.0 to 3.11.3 pickle them by ``getattr``."""
+    written = pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST"))
+    assert _MetadataUnpickler(io.BytesIO(written)).load() is _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+
+
 def with_a_path(path: Path) -> None:
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
@@ -125,6 +144,7 @@ def of_weights(path: Path) -> None:
         (lambda path: cut(".metadata", path), ".metadata cannot be read"),
         (lambda path: cut("__0_0.distcp", path), "is no complete sharded checkpoint"),
         (with_a_command, "it holds (posix|nt).mkdir, which metadata of a checkpoint never does"),
+        (with_an_attribute, "it asks for '__init__' of"),
         (with_a_path, "it names a file elsewhere"),
         (without_a_tensor, "the values of state_dict.w .1 in all. are missing"),
         (of_weights, "holds no checkpoint of a LightningModule"),
