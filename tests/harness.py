@@ -351,6 +351,7 @@ def _call(job: _Job, global_rank: int, directory: Path, port: int | None) -> Any
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ.pop("PL_GLOBAL_SEED", None)  # of an earlier test in the process that started this one
     os.environ.update(
         {
             **_ONE_THREAD,

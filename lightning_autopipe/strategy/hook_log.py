@@ -57,13 +57,16 @@ class HookLog:
         self._original: Callable[..., None] = self._module.log
         self._signature = inspect.signature(pl.LightningModule.log.__get__(self._module))  # the user's may take *args
         self._waiting: list[_Call] = []
-        # Callbacks too: they log through the module.
-        self._has_batch_hooks = _overrides_batch_hooks(self._module, trainer.callbacks)  # type: ignore[attr-defined]
+        self._has_batch_hooks = False
 
     def install(self) -> None:
-        """Begins to record."""
+        """Begins to record. Collective over each pipeline."""
         if self._communicator.layout.num_stages == 1:
             return
+        # Callbacks too: they log through the module. Some ranks may have others.
+        has_hooks = _overrides_batch_hooks(self._module, self._trainer.callbacks)
+        with self._communicator.guard():
+            self._has_batch_hooks = any(self._communicator.gather_in_pipeline(has_hooks))
         _active.append(self)
         attributes = vars(self._module)
         attributes["log"] = partial(_log, self._module)
