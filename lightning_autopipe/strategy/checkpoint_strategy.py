@@ -63,6 +63,10 @@ class CheckpointStrategy(ModuleStrategy):
             self.session.pipeline.seed = random_state["seed"]
             self._sampler_seed = random_state["sampler_seed"]
             self._resumed_random_state = random_state
+            fetcher: Any = self.trainer.fit_loop._data_fetcher
+            if fetcher is not None and fetcher.length is not None:
+                # Begun before this was known: some schedulers ask how many steps there will be. Nothing is read yet.
+                iter(fetcher)
 
     def resume_random_state(self) -> None:
         """Lets this process draw on as the run did that the checkpoint is of.

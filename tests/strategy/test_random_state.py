@@ -39,6 +39,14 @@ class DropoutModule(MlpModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
 
+class AskingModule(DropoutModule):
+    """Its data are loaded before a checkpoint is."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
 class Noisy(Dataset[Any]):
     """Augments with all three global generators."""
 
@@ -127,12 +135,13 @@ def validated_after_seeding(seed: int, num_replicas: int) -> Data:
 
 
 def test_resumed_from_the_end_of_a_validation(tmp_path: Path) -> None:
-    """A validation to begin with, and beginning the epoch that has ended once more, take no draws from the rest."""
+    """A validation to begin with, data that are loaded early, and beginning the epoch that has ended once more take no
+    draws from the rest."""
 
     def validated(seed: int, max_epochs: int, **changes: Any) -> Fit:
         options = {"max_epochs": max_epochs, "enable_checkpointing": True, "num_sanity_val_steps": 1}
         return Fit(
-            module_class=DropoutModule,
+            module_class=AskingModule,
             data=partial(validated_after_seeding, seed),
             trainer_options=options,
             callbacks=[partial(ModelCheckpoint, tmp_path / f"{seed} {max_epochs}", monitor="val_loss", save_last=True)],
