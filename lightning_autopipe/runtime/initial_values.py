@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autopipe.capture.absent import AbsentTensor, AbsentValueError, computing_shapes, is_absent
-from lightning_autopipe.core.errors import CaptureError
-
-SMALL = 1024
-"""Elements of a tensor from which on its making is recorded. Smaller ones are made at once: they are often read."""
+from lightning_autopipe.runtime.recorded_calls import SMALL, RecordedCall, Reference, as_recorded, plainly, storage_of
 
 _META = torch.device("meta")
 _HOME = "no process yet: a module built in configure_model gets its values before the first batch"
@@ -40,60 +36,6 @@ _OVERWRITES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """Stands in a recorded call for a tensor whose value is still to be computed."""
-
-    meta: Tensor
-    held: torch.UntypedStorage
-    """At the time of the call: `set_` gives a tensor another one."""
-
-    @classmethod
-    def to(cls, tensor: AbsentTensor) -> _Reference:
-        return cls(tensor.meta, tensor.meta.untyped_storage())
-
-    @property
-    def storage(self) -> int:
-        return int(self.held._cdata)
-
-
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A real tensor in a recorded call, which must not be written before the call is run."""
-
-    tensor: Tensor
-    version: int
-
-    def value(self) -> Tensor:
-        if _version(self.tensor) != self.version:
-            raise CaptureError(
-                f"a tensor of shape {tuple(self.tensor.shape)} gave a parameter its first values in configure_model "
-                "and was written afterwards, before they could be taken over; give the parameter a copy (clone())"
-            )
-        return self.tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """One operation that was not run: what it takes, makes and writes, and the random state that it draws from."""
-
-    function: Any
-    args: Any
-    kwargs: Any
-    made: tuple[_Reference, ...]
-    written: frozenset[int]
-    """Storages."""
-    altered: Tensor | None
-    """What has another shape or storage afterwards."""
-    overwritten: int | None
-    """The storage whose values before do not matter."""
-    generator_state: tuple[torch.Generator, Tensor] | None
-    default_dtype: torch.dtype
-
-    def references(self) -> Iterator[_Reference]:
-        return (leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, _Reference))
-
-
 class InitialValues:
     """Records how tensors get their first values, and computes them for those that are asked for.
 
@@ -104,7 +46,7 @@ class InitialValues:
     """
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[RecordedCall] = []
         self._storages: set[int] = set()
         self._scratch = _Scratch()
         self._modes: tuple[TorchDispatchMode, TorchFunctionMode] = (_Recording(self), _DataAssignments())
@@ -126,7 +68,7 @@ class InitialValues:
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor's values can be computed."""
-        return isinstance(tensor, AbsentTensor) and _storage(tensor.meta) in self._storages
+        return isinstance(tensor, AbsentTensor) and storage_of(tensor.meta) in self._storages
 
     def compute(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Give the values of recorded tensors. What is computed on the way is dropped as soon as it is not needed."""
@@ -138,9 +80,9 @@ class InitialValues:
             last_use.update((id(used.meta), position) for used in (*call.references(), *call.made))
         last_use.update((id(meta), len(calls)) for meta in wanted)
         real: dict[int, Tensor] = {}
-        with _plainly(), torch.no_grad():
+        with plainly(), torch.no_grad():
             for position, call in enumerate(calls):
-                results = self._run(call, real)
+                results = call.run(real)
                 real.update((id(made.meta), result) for made, result in zip(call.made, results, strict=True))
                 for used in (*call.references(), *call.made):
                     if last_use[id(used.meta)] == position:
@@ -161,7 +103,7 @@ class InitialValues:
         self, function: Any, args: Any, kwargs: Any, made: Sequence[AbsentTensor], written: frozenset[int]
     ) -> None:
         """Write down a call whose results are `made`; a draw is made once, so that its generator goes on."""
-        self._storages.update(_storage(tensor.meta) for tensor in made)
+        self._storages.update(storage_of(tensor.meta) for tensor in made)
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
             state = self._drawn(function, args, kwargs)
@@ -170,14 +112,14 @@ class InitialValues:
         if whole is not None and not _is_all(whole):
             whole = None
         self._calls.append(
-            _Call(
+            RecordedCall(
                 function=function,
-                args=pytree.tree_map(_as_reference, args),
-                kwargs=pytree.tree_map(_as_reference, kwargs),
-                made=tuple(map(_Reference.to, made)),
+                args=pytree.tree_map(as_recorded, args),
+                kwargs=pytree.tree_map(as_recorded, kwargs),
+                made=tuple(map(Reference.to, made)),
                 written=written,
                 altered=first.meta if _alters(function) and isinstance(first, AbsentTensor) else None,
-                overwritten=None if whole is None else _storage(whole),
+                overwritten=None if whole is None else storage_of(whole),
                 generator_state=state,
                 default_dtype=torch.get_default_dtype(),
             )
@@ -195,18 +137,18 @@ class InitialValues:
                 return self._scratch.like(leaf)
             return self.compute([leaf])[0]
 
-        with _plainly(), torch.no_grad():
+        with plainly(), torch.no_grad():
             real_args, real_kwargs = pytree.tree_map(value, (args, kwargs))
             function(*real_args, **real_kwargs)
         return generator, state
 
     # ----- computing
 
-    def _needed(self, wanted: Sequence[Tensor]) -> list[_Call]:
+    def _needed(self, wanted: Sequence[Tensor]) -> list[RecordedCall]:
         """The calls that give these tensors their values, in order."""
         handles = {id(meta) for meta in wanted}
-        live = {_storage(meta) for meta in wanted}
-        needed: list[_Call] = []
+        live = {storage_of(meta) for meta in wanted}
+        needed: list[RecordedCall] = []
         for call in reversed(self._calls):
             touched = {id(made.meta) for made in call.made} | {id(call.altered)}
             if handles.isdisjoint(touched) and live.isdisjoint(call.written):
@@ -220,17 +162,6 @@ class InitialValues:
                 if used.storage not in kept:
                     live.add(used.storage)
         return needed[::-1]
-
-    def _run(self, call: _Call, real: Mapping[int, Tensor]) -> list[Tensor]:
-        def value(leaf: Any) -> Any:
-            if isinstance(leaf, _Reference):
-                return real[id(leaf.meta)]
-            return leaf.value() if isinstance(leaf, _Given) else leaf
-
-        args, kwargs = pytree.tree_map(value, (call.args, call.kwargs))
-        with _drawing_from(call.generator_state), _default_dtype(call.default_dtype):
-            result = call.function(*args, **kwargs)
-        return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)] if call.made else []
 
 
 class _Scratch:
@@ -284,7 +215,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._with_values(func, args, kwargs)
         own = {id(tensor) for tensor in absent}
         made = [] if all(id(tensor) in own for tensor in results) else results
-        storages = frozenset(_storage(tensor.meta) for tensor in written if isinstance(tensor, AbsentTensor))
+        storages = frozenset(storage_of(tensor.meta) for tensor in written if isinstance(tensor, AbsentTensor))
         self._values.record(func, args, kwargs, made, storages)
         return result
 
@@ -303,7 +234,7 @@ class _Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def value(leaf: Any) -> Any:
             return self._values.compute([leaf])[0] if isinstance(leaf, AbsentTensor) else leaf
 
-        with _plainly():
+        with plainly():
             real_args, real_kwargs = pytree.tree_map(value, (args, kwargs))
             return func(*real_args, **real_kwargs)
 
@@ -322,56 +253,6 @@ class _DataAssignments(TorchFunctionMode):
                 torch.utils.swap_tensors(target, new)  # type: ignore[no-untyped-call]
             return None
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _plainly() -> Iterator[None]:
-    """Without any mode: what runs inside is run for real."""
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        yield
-
-
-@contextmanager
-def _drawing_from(state: tuple[torch.Generator, Tensor] | None) -> Iterator[None]:
-    if state is None:
-        yield
-        return
-    generator, recorded = state
-    before = generator.get_state()
-    generator.set_state(recorded)
-    try:
-        yield
-    finally:
-        generator.set_state(before)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _as_reference(leaf: Any) -> Any:
-    if isinstance(leaf, AbsentTensor):
-        return _Reference.to(leaf)
-    if not isinstance(leaf, Tensor) or leaf.is_meta:
-        return leaf
-    if leaf.numel() < SMALL:
-        with _plainly():
-            return leaf.detach().clone()
-    return _Given(leaf, _version(leaf))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _storage(meta: Tensor) -> int:
-    return int(meta.untyped_storage()._cdata)
 
 
 def _is_all(meta: Tensor) -> bool:

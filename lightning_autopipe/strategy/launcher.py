@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+
+from lightning_autopipe.core.plan import PipelinePlan
+from lightning_autopipe.core.profile import ModelProfile
 
 _STARTED_BY = "LIGHTNING_AUTOPIPE_STARTED_BY"
 _TOLD_BY_LAUNCHER = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE")
@@ -62,14 +64,18 @@ class WorkerLauncher(_MultiProcessingLauncher):
 
     def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
         strategy: Any = trainer.strategy
-        # As bytes: Lightning moves all it finds to the CPU, and stops at frozen types.
-        found = pickle.dumps((strategy.plan, strategy.profile))
+        # As text: Lightning moves all it finds to the CPU, and stops at frozen types.
+        found = [None if one is None else one.to_json() for one in (strategy.plan, strategy.profile)]
         return {**super().get_extra_results(trainer), "autopipe": found}
 
     def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
         super().update_main_process_results(trainer, extra)
         strategy: Any = trainer.strategy
-        strategy.note_workers_plan(*pickle.loads(extra["autopipe"]))
+        plan, profile = extra["autopipe"]
+        strategy.note_workers_plan(
+            None if plan is None else PipelinePlan.from_json(plan),
+            None if profile is None else ModelProfile.from_json(profile),
+        )
 
 
 def forget_another_launch() -> None:

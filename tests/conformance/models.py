@@ -81,16 +81,6 @@ class LazyModule(MlpModule):
         return super().double() if not isinstance(self.blocks[-1][0].weight, nn.UninitializedParameter) else self
 
 
-class TiedBlocksModule(MlpModule):
-    """Row 10: a block used at layers 1 and 4, and two more ties."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, depth=6)
-        self.blocks[1] = self.blocks[4] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-        self.blocks[5][0].bias = self.blocks[0][0].bias
-        self.blocks[3][0].weight = self.blocks[0][0].weight
-
-
 class CacheModule(LanguageModule):
     """Row 13: hidden states with gradient, a cache without one, and an integer mask, on all stages."""
 

@@ -16,12 +16,11 @@ from tests.conformance.models import (
     PaddedBertModule,
     SkipModule,
     StatisticsModule,
-    TiedBlocksModule,
     buffers,
     what_changed,
 )
 from tests.strategy.anyones_modules import CausalModule, RotaryModule
-from tests.strategy.modules import InOrder, LanguageModule, regression_data, token_data
+from tests.strategy.modules import InOrder, LanguageModule, TiedBlocksModule, regression_data, token_data
 from tests.strategy.runs import Fit
 
 VECTORS = partial(InOrder, regression_data(24), batch_size=8)

@@ -10,11 +10,10 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.conformance.items import Item, make_test
-from tests.strategy.modules import InOrder, MlpModule, in_order, numbers, regression_data
+from tests.strategy.modules import CombinedData, InOrder, MixedModule, MlpModule, in_order, numbers, regression_data
 from tests.strategy.runs import Fit
 
 DATA = partial(InOrder, regression_data(32), regression_data(10, seed=1), batch_size=8, val_batch_size=4)
@@ -38,27 +37,6 @@ class SeveralLoadersModule(MlpModule):
         loss = F.mse_loss(self(x), y)
         self.log("val_loss", loss)
         self.log("all", loss, add_dataloader_idx=dataloader_idx == 1)
-
-
-class MixedModule(MlpModule):
-    """Takes a mapping of two loaders' batches."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        (x, y), (other_x, other_y) = batch["a"], batch["b"]
-        prediction, other = self(torch.cat([x, other_x])).split([len(x), len(other_x)])
-        loss = F.mse_loss(prediction, y) + F.mse_loss(other, other_y)
-        self.log("train_loss", loss)
-        return loss
-
-
-class CombinedData(InOrder):
-    def train_dataloader(self) -> Any:
-        module = self.trainer.lightning_module
-        loaders = {
-            "a": in_order(module, self.train, self.batch_size),
-            "b": in_order(module, regression_data(8, seed=5), self.batch_size),
-        }
-        return CombinedLoader(loaders, "max_size_cycle")
 
 
 class Stream(IterableDataset[Any]):

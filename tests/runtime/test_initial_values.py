@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.core.errors import CaptureError
-from lightning_autopipe.runtime.initial_values import SMALL, InitialValues
+from lightning_autopipe.runtime.initial_values import InitialValues
+from lightning_autopipe.runtime.recorded_calls import SMALL, RecordedCall
 
 WIDTH = 64
 
@@ -113,12 +114,12 @@ def test_given_values_must_stay_as_they_are() -> None:
         values.compute([module.weight])
 
 
-def test_computing_makes_no_more_than_is_needed() -> None:
+def test_computing_makes_no_more_than_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     values = InitialValues()
     with values.recording():
         module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
     made: list[Tensor] = []
-    run = values._run
-    values._run = lambda call, real: made.extend(out := run(call, real)) or out  # type: ignore[method-assign]
+    run = RecordedCall.run
+    monkeypatch.setattr(RecordedCall, "run", lambda call, real: made.extend(out := run(call, real)) or out)
     values.compute([module[5].weight])
     assert len({tensor.untyped_storage().data_ptr() for tensor in made}) == 1

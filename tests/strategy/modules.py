@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
@@ -221,6 +222,27 @@ class GatheringModule(MlpModule):
         return loss
 
 
+class MixedModule(MlpModule):
+    """Takes a mapping of two loaders' batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        (x, y), (other_x, other_y) = batch["a"], batch["b"]
+        prediction, other = self(torch.cat([x, other_x])).split([len(x), len(other_x)])
+        loss = F.mse_loss(prediction, y) + F.mse_loss(other, other_y)
+        self.log("train_loss", loss)
+        return loss
+
+
+class TiedBlocksModule(MlpModule):
+    """Row 10: a Linear and LayerNorm block used at layers 1 and 4, and two more ties."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, depth=6)
+        self.blocks[1] = self.blocks[4] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        self.blocks[5][0].bias = self.blocks[0][0].bias
+        self.blocks[3][0].weight = self.blocks[0][0].weight
+
+
 class FloatModule(MlpModule):
     """Stays in float32, which is what autocast casts."""
 
@@ -286,6 +308,16 @@ class InOrder(pl.LightningDataModule):
         return [] if self.val is None else in_order(self.trainer.lightning_module, self.val, self.val_batch_size)
 
     test_dataloader = val_dataloader
+
+
+class CombinedData(InOrder):
+    def train_dataloader(self) -> Any:
+        module = self.trainer.lightning_module
+        loaders = {
+            "a": in_order(module, self.train, self.batch_size),
+            "b": in_order(module, regression_data(8, seed=5), self.batch_size),
+        }
+        return CombinedLoader(loaders, "max_size_cycle")
 
 
 def quiet_trainer(strategy: Any = "auto", *, num_processes: int = 1, **options: Any) -> pl.Trainer:

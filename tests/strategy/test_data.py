@@ -8,14 +8,22 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_autopipe import PipelineRuntimeError
-from tests.strategy.modules import WIDTH, ClassifierModule, InOrder, MlpModule, class_data, in_order, regression_data
+from tests.strategy.modules import (
+    WIDTH,
+    ClassifierModule,
+    CombinedData,
+    InOrder,
+    MixedModule,
+    MlpModule,
+    class_data,
+    in_order,
+    regression_data,
+)
 from tests.strategy.runs import Fit, Report, assert_same_result, fit_in_processes, fit_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -64,27 +72,6 @@ class SeveralValLoaders(InOrder):
     def val_dataloader(self) -> Any:
         module = self.trainer.lightning_module
         return [in_order(module, self.val, self.val_batch_size), in_order(module, class_data(7, seed=4), 3)]
-
-
-class MixedModule(MlpModule):
-    """Takes a mapping of two loaders' batches."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        (x, y), (other_x, other_y) = batch["a"], batch["b"]
-        prediction, other = self(torch.cat([x, other_x])).split([len(x), len(other_x)])
-        loss = F.mse_loss(prediction, y) + F.mse_loss(other, other_y)
-        self.log("train_loss", loss)
-        return loss
-
-
-class CombinedData(InOrder):
-    def train_dataloader(self) -> Any:
-        module = self.trainer.lightning_module
-        loaders = {
-            "a": in_order(module, self.train, self.batch_size),
-            "b": in_order(module, regression_data(8, seed=5), self.batch_size),
-        }
-        return CombinedLoader(loaders, "max_size_cycle")
 
 
 class WrongLength(IterableDataset[Any]):

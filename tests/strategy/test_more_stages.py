@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader
 
 from lightning_autopipe.strategy import AutoPipeStrategy
 from tests.strategy.modules import (
-    WIDTH,
     InOrder,
     LanguageModule,
     MlpModule,
+    TiedBlocksModule,
     largest_difference,
     quiet_trainer,
     regression_data,
@@ -31,16 +31,6 @@ from tests.strategy.runs import Fit, Report, assert_same_result, fit_in_processe
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SGD_DATA = partial(InOrder, regression_data(24), batch_size=8)
-
-
-class TiedBlocksModule(MlpModule):
-    """Row 10: a Linear and LayerNorm block used at layers 1 and 4, and two more ties."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, depth=6)
-        self.blocks[1] = self.blocks[4] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-        self.blocks[5][0].bias = self.blocks[0][0].bias
-        self.blocks[3][0].weight = self.blocks[0][0].weight
 
 
 class ContrastiveModule(MlpModule):
