@@ -41,7 +41,8 @@ test: $(INSTALLED)
 	$(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile $(TEST_ARGS)
 
 conformance: $(INSTALLED)
-	$(IN_VENV) -m pytest tests/conformance --layouts all --conformance-report docs/conformance.md $(TEST_ARGS)
+	$(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile tests/conformance --layouts all \
+		--conformance-report docs/conformance.md $(TEST_ARGS)
 
 lint: $(INSTALLED)
 	$(IN_VENV) -m ruff check .

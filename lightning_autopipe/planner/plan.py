@@ -74,7 +74,7 @@ def make_plan(
     """
     if isinstance(schedule, str):
         schedule = _usual_spec(schedule, num_stages=num_stages, num_microbatches=num_microbatches)
-        if schedule.name == INTERLEAVED and not isinstance(partition, str):
+        if schedule.stages_per_rank > 1 and not isinstance(partition, str):
             num_cuts = len(partition.cut_points if isinstance(partition, Partition) else partition)
             schedule = replace(schedule, stages_per_rank=max(2, (num_cuts + 1) // num_stages))
     layout = ParallelLayout(num_stages=num_stages, num_replicas=num_replicas)
@@ -232,7 +232,8 @@ def _usual_spec(name: str, *, num_stages: int, num_microbatches: int) -> Schedul
         # As many as save all of the startup where a backward takes two forwards.
         num_sliced = min(math.ceil((num_stages - 1) / 4), num_microbatches // 2)
         return ScheduleSpec(name=name, num_sliced_first=num_sliced, num_sliced_last=num_sliced)
-    return ScheduleSpec(name=name, stages_per_rank=2 if name == INTERLEAVED else 1)
+    # One rank has nobody to take turns with.
+    return ScheduleSpec(name=name, stages_per_rank=2 if name == INTERLEAVED and num_stages > 1 else 1)
 
 
 def _partition_by_rule(

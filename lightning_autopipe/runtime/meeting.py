@@ -102,21 +102,14 @@ class _Hall:
         """Take one's place: global rank 0 in a round of its own, others in the newest."""
         self._round = self._whole_store.add(_ROUND, int(self._own.global_rank == 0))
         self._store.add("came", 1)
-        known = Member.from_json(
-            self._store.compare_set(self._key(self._own.global_rank), "", self._own.to_json()).decode()
-        )
-        if known != self._own and known.identity.is_running():
-            self.refuse(
-                f"two processes have global rank {self._own.global_rank}: {known} and "
-                f"{self._own}. Each needs a rank of its own (RANK, or NODE_RANK and LOCAL_RANK, or SLURM_PROCID), and "
-                "each run a port of its own (MASTER_PORT)"
-            )
+        self._store.compare_set(self._key(self._own.global_rank), "", self._own.to_json())
 
     def wait_for_all(self, deadline: float) -> list[Member] | None:
         """All members by global rank; None at the deadline.
 
         Raises:
             ConfigurationError: Global rank 0 counts other processes.
+            PipelineRuntimeError: Somebody found a problem, or has this process's global rank.
         """
         keys = [self._key(global_rank) for global_rank in range(self._own.world_size)]
         while True:
@@ -130,13 +123,30 @@ class _Hall:
                 self.refuse("")
             is_late = time.monotonic() >= deadline
             first = self.present(1)
+            # Where global rank 0 is not there yet, or of an earlier start, a round of its own is still to come, and
+            # what ended this one would never reach it.
             if first and (is_late or first[0].identity.is_running()):
                 check_world_size([first[0], self._own])
+                self._check_place()
             if self._whole_store.add(_ROUND, 0) != self._round:
                 self.enter()
             elif is_late:
                 return None
             time.sleep(_LOOK_INTERVAL_S)
+
+    def _check_place(self) -> None:
+        """End the meeting if another process has this one's global rank.
+
+        Raises:
+            PipelineRuntimeError: That is so.
+        """
+        known = Member.from_json(self._store.get(self._key(self._own.global_rank)).decode())
+        if known != self._own and known.identity.is_running():
+            self.refuse(
+                f"two processes have global rank {self._own.global_rank}: {known} and "
+                f"{self._own}. Each needs a rank of its own (RANK, or NODE_RANK and LOCAL_RANK, or SLURM_PROCID), and "
+                "each run a port of its own (MASTER_PORT)"
+            )
 
     def present(self, world_size: int | None = None) -> list[Member]:
         """Who has come, by global rank; of the first so many."""

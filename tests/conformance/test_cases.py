@@ -8,6 +8,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
+
 from tests.conformance.items import Item, make_test
 from tests.conformance.models import (
     CacheModule,
@@ -68,8 +70,6 @@ ITEMS = {
 
 
 def _same_buffers(plain: Any, ranks: Any) -> None:
-    import pytest
-
     assert set(ranks[0].after) == set(plain.after)
     for name, values in plain.after.items():
         assert ranks[0].after[name] == pytest.approx(values, rel=1e-10), name

@@ -95,6 +95,11 @@ def test_several_stages_a_rank_are_as_many_as_the_cuts_say() -> None:
     assert (given.schedule.stages_per_rank, given.stage_ranks(4)) == (3, given.stage_ranks(0))
 
 
+def test_one_rank_takes_no_turns() -> None:
+    alone = planned(a_profile(*[1] * 6), num_stages=1, schedule="interleaved_1f1b")
+    assert (alone.schedule.stages_per_rank, alone.partition.num_stages) == (1, 1)
+
+
 def test_slices_are_as_many_as_save_the_startup_of_even_stages() -> None:
     spec = planned(a_profile(*[1] * 6), num_stages=6, num_microbatches=8, schedule="sliced_1f1b").schedule
     assert (spec.num_sliced_first, spec.num_sliced_last) == (2, 2)

@@ -82,6 +82,13 @@ def end_after_all_but_one_came(hall: Any, deadline: float) -> None:
     os._exit(3)
 
 
+def come_last(members: list[Member], timeout_s: float) -> str:
+    """Global rank 0 comes when everybody else is there, in the launcher's store."""
+    if os.environ["RANK"] == "0":
+        time.sleep(1.5)
+    return meet_here(members, timeout_s)
+
+
 def meet_here(members: list[Member], timeout_s: float, dies: int | None = None) -> str:
     own = replace(members[int(os.environ["RANK"])], process=os.environ["RANK"])
     port = int(os.environ["MASTER_PORT"])
@@ -147,6 +154,12 @@ def test_two_processes_of_one_rank_end_all(environment: dict[str, str], free_por
     for said in meet_in_vain(members, 300.0, environment, free_port):
         assert "two processes have global rank 1" in said
         assert "RANK" in said
+
+
+def test_two_processes_of_one_rank_wait_for_rank_0_to_tell_it() -> None:
+    members = [UNLIKE_NODES[0], UNLIKE_NODES[1], UNLIKE_NODES[1]]
+    for said in run_processes(3, come_last, members, 300.0, initialize_process_group=False):
+        assert "two processes have global rank 1" in said
 
 
 @pytest.mark.parametrize("environment", [AT_LAUNCHER, AT_RANK_0], ids=["store at launcher", "store at rank 0"])
