@@ -12,8 +12,8 @@ _HEADER = """# What works as on one device
 
 Each line is something that Lightning's users do; it was run on every layout (stages x replicas, a process each) beside
 the plain module in one process, with the same losses, gradients, parameters and metrics afterwards (or, where one
-device draws or counts otherwise, with what the test says), or is refused with an error. `make conformance` runs them all and
-writes this table; `make test` runs two layouts.
+device draws or counts otherwise, with what the test says), or is refused with an error. `make conformance` runs them
+all and writes this table; `make test` runs two layouts.
 
 """
 _MARKS = {"passed": "yes", "failed": "**no**"}
