@@ -69,7 +69,7 @@ class SharedMetrics:
 
     def remove(self) -> None:
         """Undoes `install`."""
-        if not self._before:
+        if self not in _active:
             return
         _active.remove(self)
         for hook in self._hooks:
