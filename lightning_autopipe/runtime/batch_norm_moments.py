@@ -50,14 +50,7 @@ class ReplicaMoments:
         if not rows:
             return [moments]
         message = torch.cat(rows, dim=1)
-        messages = [torch.empty_like(message) for _ in counts]
-        try:
-            dist.all_gather(messages, message, group=self._group)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"global rank {dist.get_rank()}: exchanging batch statistics with the other replicas of its stage "
-                f"(global ranks {dist.get_process_group_ranks(self._group)}) failed: {error}"
-            ) from error
+        messages = gathered_over_replicas(message, self._group)
         gathered: list[Moments] = []
         for received in messages:
             calls = iter(torch.split(received, [row.shape[1] for row in rows], dim=1))
@@ -65,6 +58,23 @@ class ReplicaMoments:
                 {path: [next(calls) for _ in range(count)] for path, count in zip(means, num_calls, strict=True)}
             )
         return gathered
+
+
+def gathered_over_replicas(message: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Give the messages of all members, which are equally long, in one order. Collective over the group.
+
+    Raises:
+        CommunicationError: a replica did not join within the group's limit, or its connection broke.
+    """
+    messages = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    try:
+        dist.all_gather(messages, message, group=group)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"global rank {dist.get_rank()}: exchanging batch statistics with the other replicas of its stage "
+            f"(global ranks {dist.get_process_group_ranks(group)}) failed: {error}"
+        ) from error
+    return messages
 
 
 @torch.no_grad()

@@ -28,6 +28,7 @@ from lightning_autopipe.runtime.planned_step import PlannedStep
 from lightning_autopipe.runtime.stage_runner import StageRunner
 from lightning_autopipe.runtime.stage_step import StepOutcome
 from lightning_autopipe.runtime.step_capture import CaptureStore, module_fingerprint
+from lightning_autopipe.runtime.synchronized_batch_norm import BatchNormSynchronizer, refuse_unlike_replicas
 from lightning_autopipe.runtime.transport import Transport
 from lightning_autopipe.runtime.window import StepCall
 from lightning_autopipe.runtime.window_run import WindowRun
@@ -72,6 +73,8 @@ class Pipeline:
         self.loss_over = loss_over
         self.view_orders: dict[Hashable, bool] = {}  # of steps that pass several views of each sample at once
         self.batch_norm = batch_norm or BatchNormStatistics(module)
+        self.synchronizer: BatchNormSynchronizer | None = None
+        """Of batch normalization over replicas; None: each replica by itself, as where planning measures and proves."""
         self.store = CaptureStore(module, self.device, is_cut=layout.num_stages > 1)
         self.splitter = BatchSplitter(
             self.store, num_microbatches=num_microbatches, given=split_batch, trusts_sizes=loss_over == "batch"
@@ -126,7 +129,8 @@ class Pipeline:
 
         Raises:
             PlanError: the plan is for another module, another step or another layout, or it slices micro-batches of a
-                module with batch normalization in training.
+                module with batch normalization in training, or gives replicas unlike numbers of them where it is
+                synchronized.
             CaptureError: the step keeps state that a stage of this plan would not see.
         """
         plan.require_module(self.module_fingerprint)
@@ -134,6 +138,7 @@ class Pipeline:
         if plan.layout != self.layout:
             raise PlanError(f"The plan's layout is {plan.layout}, but the pipeline runs as {self.layout}.")
         refuse_sliced_batch_norm(plan.schedule, self.splitter.min_samples)
+        refuse_unlike_replicas(plan, self.module)
         self.num_stages = self.layout.num_stages * plan.schedule.stages_per_rank
         self.runner.set_num_stages(self.num_stages)
         self.planned_step.cut([plan.layers[index].name for index in plan.partition.cut_points])

@@ -90,7 +90,7 @@ class WindowRun:
                 lambda position: after_batch(outcomes[position]),
                 observer,
             )
-        with preserved_random_state(), self._statistics(stage_indices):
+        with preserved_random_state(), self._statistics(stage_indices), self._synchronization(stage_indices):
             # A stage may write into its batch; others in this process must not see it.
             is_shared = len(stage_indices) > 1
             stages = {
@@ -108,6 +108,19 @@ class WindowRun:
         if not self._training:
             return contextlib.nullcontext()
         return pipeline.batch_norm.training_step(pipeline.store.owners, stage_indices, lambda: pipeline.tracing)
+
+    def _synchronization(self, stage_indices: range) -> contextlib.AbstractContextManager[None]:
+        """Of batch normalization over replicas: evaluations never communicate."""
+        pipeline = self._pipeline
+        if not self._training or pipeline.synchronizer is None:
+            return contextlib.nullcontext()
+        return pipeline.synchronizer.training_step(
+            pipeline.store.owners,
+            stage_indices,
+            num_microbatches=sum(self._num_microbatches),
+            microbatch_index=lambda: pipeline.microbatch_index,
+            is_silent=lambda: pipeline.tracing,
+        )
 
     def _stage(
         self, stage_index: int, parts: list[list[Any]], before_unit: Callable[[int], None] | None

@@ -177,3 +177,21 @@ def with_ties(groups: ProcessGroups, tied_stages: Iterable[Collection[int]]) -> 
         if groups.stage_index in stages:
             ties[stages] = group
     return replace(groups, ties=ties)
+
+
+def statistics_group(groups: ProcessGroups) -> dist.ProcessGroup:
+    """The replicas of this stage, for the statistics of batch normalization. Collective over all ranks.
+
+    They are exchanged while gradients are summed in the group `stage`.
+    """
+    layout = groups.layout
+    cache = groups_of(layout, timeout_s=groups.timeout_s, backend=groups.backend)
+    new_group = partial(cache.new_group, timeout_s=groups.timeout_s, backend=groups.backend)
+    by_stage = [
+        cache.once(
+            ("statistics", stage),
+            partial(new_group, layout.stage_ranks(stage), what=f"statistics {stage}"),
+        )
+        for stage in range(layout.num_stages)
+    ]
+    return by_stage[groups.stage_index]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.timeline import StepEnd
+from lightning_autopipe.runtime.synchronized_batch_norm import SynchronizedForward
 from lightning_autopipe.strategy.clipping import PipelineClipping
 from lightning_autopipe.strategy.compiled import EagerRun, taken_apart
 from lightning_autopipe.strategy.grad_scaler import SharedScaling, scaler_of
@@ -54,6 +55,8 @@ class ModuleStrategy(PlanningStrategy):
         self._termination: SharedTermination | None = None
         self._hook_log: HookLog | None = None
         self._is_accumulating = False
+        self._has_synchronized_layers = False
+        """Whether `sync_batchnorm=True` has changed the module for this run."""
         self._eager_run = EagerRun()
 
     # Beginning and end of a run -----------------------------------------------
@@ -95,6 +98,10 @@ class ModuleStrategy(PlanningStrategy):
         module = self.lightning_module
         assert module is not None
         self.accelerator.setup(trainer)
+        self._install(SynchronizedForward())
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
+            self._change_layers(self._layer_sync.apply)
+            self._has_synchronized_layers = True
         refuse_unsupported(trainer, module, self.precision_plugin)
         self._eager_run.begin(module, is_compiled=self._was_compiled)
         self._begin_session(module)
@@ -133,6 +140,13 @@ class ModuleStrategy(PlanningStrategy):
         for change in changes:
             change.install()
             self._installed.append(change)
+
+    def _change_layers(self, change: Callable[[nn.Module], nn.Module]) -> None:
+        """Lets Lightning put other layers in the place of normalizations, with the same parameters and buffers."""
+        assert self.lightning_module is not None
+        self.model = change(self.lightning_module)
+        if self._session is not None:
+            self._session.pipeline.store.clear()  # traces of the layers before
 
     def _begin_session(self, module: pl.LightningModule) -> None:
         known = self._session
@@ -203,6 +217,10 @@ class ModuleStrategy(PlanningStrategy):
             elif session.planned_step is None and not self.is_interrupted:
                 session.placed_module.make_all()  # there was no batch
             session.end_run()
+        if self._has_synchronized_layers:
+            assert self._layer_sync is not None
+            self._change_layers(self._layer_sync.revert)
+            self._has_synchronized_layers = False
         while self._installed:
             self._installed.pop().remove()
         self._eager_run.end()

@@ -13,6 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_autopipe.core.cluster import ClusterTopology
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
+from lightning_autopipe.runtime.synchronized_batch_norm import first_in_training
 from lightning_autopipe.strategy.cluster_of_run import MEASURE, discovered_topology, given_topology, links_measured
 from lightning_autopipe.strategy.configured_model import ConfiguredModel
 from lightning_autopipe.strategy.layout_search import (
@@ -156,7 +157,11 @@ class PlanningStrategy(ProcessStrategy):
                 may_inject = patches.used_distributed_sampler
                 if self.options.num_stages == "auto" and self.options.num_replicas == "auto":
                     counts = shareable_counts(trainer, loaders, may_inject=may_inject)
-                may_be_unlike = self.options.num_microbatches == "auto" and self.options.loss_over != "batch"
+                may_be_unlike = (
+                    self.options.num_microbatches == "auto"
+                    and self.options.loss_over != "batch"
+                    and first_in_training(module) is None
+                )
                 with self.precision_plugin.train_step_context():
                     plan, problem = search_plan(
                         self._session,

@@ -39,7 +39,7 @@ from lightning_autopipe.strategy.environment import (
 from lightning_autopipe.strategy.launcher import ScriptLauncher, WorkerLauncher, forget_another_launch, with_given_ranks
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.random_state import default_sampler_seed
-from lightning_autopipe.strategy.refusals import refuse_start_method, refuse_sync_batchnorm
+from lightning_autopipe.strategy.refusals import refuse_start_method
 from lightning_autopipe.strategy.trace_files import check_folder
 
 T = TypeVar("T")
@@ -165,7 +165,6 @@ class ProcessStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        refuse_sync_batchnorm(self._layer_sync)
         # What one process can tell alone is refused in the Trainer's own line.
         check_place(self._introduction(), self.parallel_devices or ())
         if self.options.trace_folder is not None and self.global_rank == 0:

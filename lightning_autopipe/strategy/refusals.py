@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from lightning_autopipe.capture.source_lines import line_of_function
 from lightning_autopipe.core.errors import ConfigurationError
+from lightning_autopipe.runtime.synchronized_batch_norm import synchronized_layers
 
 STEP_NAMES = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISION_PLUGINS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
@@ -47,7 +48,7 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precisio
             "micro-batch itself and would not call it. Remove it; change the loss in training_step, or gradients in "
             "on_after_backward"
         )
-    _refuse_sync_batch_norm_layers(module)
+    _refuse_groups_of_batch_norm(module)
 
 
 def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
@@ -70,20 +71,6 @@ def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
                 "and compares those of all stages. Prune after the fit, when the module on global rank 0 is whole "
                 "(torch.nn.utils.prune), or train with strategy='auto'"
             )
-
-
-def refuse_sync_batchnorm(layer_sync: object) -> None:
-    """Raises where ``Trainer(sync_batchnorm=True)`` is set.
-
-    Raises:
-        ConfigurationError: it is.
-    """
-    if layer_sync is not None:
-        raise ConfigurationError(
-            "sync_batchnorm=True is not supported yet: batch norm normalizes by one micro-batch. Leave it unset; set a "
-            "smaller num_microbatches for larger ones, or deferred_batch_norm=True for running statistics over all "
-            "micro-batches and replicas"
-        )
 
 
 def refuse_other_namespace(name: str, value: object, kind: type) -> None:
@@ -159,13 +146,12 @@ def _refuse_steps(module: pl.LightningModule) -> None:
             )
 
 
-def _refuse_sync_batch_norm_layers(module: nn.Module) -> None:
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, nn.SyncBatchNorm) and submodule.training:
+def _refuse_groups_of_batch_norm(module: nn.Module) -> None:
+    for name, layer in synchronized_layers(module).items():
+        if layer.process_group is not None:
             raise ConfigurationError(
-                f"{name} is a SyncBatchNorm, which waits for all processes in the middle of a step; the stages of a "
-                "pipeline are at different places then. Use BatchNorm, with deferred_batch_norm=True for running "
-                "statistics over all micro-batches and replicas"
+                f"{name} is a SyncBatchNorm with a process_group of its own, but a pipeline takes its statistics over "
+                "all replicas of the stage that it is in. Leave process_group=None"
             )
 
 

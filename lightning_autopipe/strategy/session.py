@@ -11,8 +11,10 @@ from rich.console import Console
 from lightning_autopipe.core.plan import PipelinePlan
 from lightning_autopipe.core.profile import ModelProfile
 from lightning_autopipe.runtime.process_groups import ProcessGroups
+from lightning_autopipe.runtime.synchronized_batch_norm import BatchNormSynchronizer, synchronized_layers
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.configured_model import ConfiguredModel
+from lightning_autopipe.strategy.environment import statistics_group
 from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.placed_module import PlacedModule
 from lightning_autopipe.strategy.planning import make_pipeline, plan_pipeline
@@ -107,7 +109,15 @@ class PipelineSession:
             self.communicator,
             self._groups,
         )
+        self.pipeline.synchronizer = self._synchronizer()
         self.is_ready = True
+
+    def _synchronizer(self) -> BatchNormSynchronizer | None:
+        """Of batch normalization over replicas, not before all is planned, measured and proven."""
+        groups = self._groups
+        if groups is None or groups.layout.num_replicas == 1 or not synchronized_layers(self.module):
+            return None
+        return BatchNormSynchronizer(self.module, statistics_group(groups))
 
     def run_evaluation_step(self, step_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, step: int) -> Any:
         """Runs ``validation_step`` or ``test_step`` on one batch."""

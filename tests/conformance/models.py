@@ -60,12 +60,13 @@ class StatisticsModule(MlpModule):
         return self.head(total).squeeze(-1)
 
 
-class SyncModule(MlpModule):
-    """With a synchronized normalization."""
+class NormalizedModule(MlpModule):
+    """With normalizations between layers."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, norm: type[nn.Module], **options: Any) -> None:
         super().__init__(**options)
-        self.blocks.append(nn.SyncBatchNorm(WIDTH))
+        for block in self.blocks:
+            block.append(norm(WIDTH))
 
 
 class LazyModule(MlpModule):

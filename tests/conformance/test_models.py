@@ -8,14 +8,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.conformance.items import Item, check_item, make_test, run_items
 from tests.conformance.models import (
     DropoutModule,
     LazyModule,
+    NormalizedModule,
     RecomputedModule,
     StatisticsModule,
-    SyncModule,
     buffers,
 )
 from tests.strategy.anyones_modules import (
@@ -27,7 +28,7 @@ from tests.strategy.anyones_modules import (
 )
 from tests.strategy.compiled_modules import CompiledModule
 from tests.strategy.configured_modules import ConfiguredLanguageModule, ConfiguredModule
-from tests.strategy.modules import InOrder, MlpModule, largest_difference, regression_data, token_data
+from tests.strategy.modules import InOrder, largest_difference, regression_data, token_data
 from tests.strategy.runs import Fit, Report, fit_in_processes
 
 VECTORS = partial(InOrder, regression_data(16), regression_data(8, seed=1), batch_size=8)
@@ -88,6 +89,18 @@ def statistics(schedule: str) -> Fit:
     )
 
 
+def synchronized(norm: type[nn.Module], **trainer_options: Any) -> Fit:
+    """With one micro-batch, that of all replicas is the whole batch."""
+    return Fit(
+        module_class=NormalizedModule,
+        module_options={"norm": norm},
+        data=VECTORS,
+        strategy_options={"num_microbatches": 1},
+        trainer_options={"max_epochs": 2, **trainer_options},
+        after=buffers,
+    )
+
+
 def with_schedule(fit: Fit, schedule: str) -> Fit:
     return Fit(
         module_class=fit.module_class,
@@ -136,11 +149,8 @@ ITEMS = {
         )
         for schedule in SCHEDULES
     },
-    "models: SyncBatchNorm": Item(fit=fit(SyncModule), refused=r"SyncBatchNorm.*deferred_batch_norm=True"),
-    "models: Trainer(sync_batchnorm=True)": Item(
-        fit=Fit(module_class=MlpModule, data=VECTORS, trainer_options={"sync_batchnorm": True}),
-        refused=r"sync_batchnorm=True is not supported.*deferred_batch_norm=True",
-    ),
+    "models: SyncBatchNorm": Item(fit=synchronized(nn.SyncBatchNorm)),
+    "models: Trainer(sync_batchnorm=True)": Item(fit=synchronized(nn.BatchNorm1d, sync_batchnorm=True)),
     "models: lazy layers that have seen an input": Item(fit=fit(LazyModule, ready=True)),
     "models: lazy layers that have not": Item(fit=fit(LazyModule, ready=False), refused="has no values yet"),
     "models: LSTM": Item(fit=fit(RecurrentModule, SEQUENCES)),

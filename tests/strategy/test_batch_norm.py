@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_autopipe import ConfigurationError
 from lightning_autopipe.strategy import AutoPipeStrategy
 from tests.strategy.modules import InOrder, MlpModule, quiet_trainer, regression_data, seeded
 from tests.strategy.runs import Fit, fit_in_processes, fit_plain
@@ -87,7 +86,7 @@ def test_two_stages(tmp_path: Path) -> None:
 
 def test_two_stages_in_two_replicas(tmp_path: Path) -> None:
     path = tmp_path / "deferred.ckpt"
-    fits = {"plain": fit(path=path), "recomputed": fit(checkpointed=True)}
+    fits = {"plain": fit(path=path), "recomputed": fit(checkpointed=True), "synchronized": fit(sync=True)}
     expected = fit_plain(fit()).after
     for ranks in fit_in_processes(fits, num_stages=2, num_replicas=2).values():
         assert_same_buffers(ranks[0].after, expected)
@@ -109,9 +108,3 @@ def test_an_automatic_number_of_micro_batches_warns_of_batch_normalization() -> 
     assert "deferred_batch_norm=True" in message
     assert not run(num_microbatches=4)
     assert not run(deferred_batch_norm=True)
-
-
-def test_synchronized_batch_normalization_is_refused() -> None:
-    data = InOrder(regression_data(NUM_SAMPLES), batch_size=BATCH_SIZE)
-    with pytest.raises(ConfigurationError, match=r"norm is a SyncBatchNorm.*deferred_batch_norm=True"):
-        quiet_trainer(AutoPipeStrategy()).fit(seeded(ConvolutionalModule, sync=True), datamodule=data)

@@ -468,13 +468,11 @@ def test_modules_that_are_refused(module_class: type[MlpModule], message: str) -
         fit(module_class(), InOrder(regression_data(8), batch_size=8), AutoPipeStrategy())
 
 
-def test_callbacks_and_sync_batchnorm_that_are_refused() -> None:
+def test_callbacks_that_are_refused() -> None:
     data = InOrder(regression_data(8), batch_size=8)
     pruning = pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)
     with pytest.raises(ConfigurationError, match="ModelPruning"):
         fit(seeded(MlpModule), data, AutoPipeStrategy(), callbacks=[pruning])
-    with pytest.raises(ConfigurationError, match="sync_batchnorm"):
-        quiet_trainer(AutoPipeStrategy(), sync_batchnorm=True)
 
 
 def test_a_wrong_number_of_processes_is_refused_in_the_trainers_own_line() -> None:
