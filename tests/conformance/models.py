@@ -173,6 +173,6 @@ def what_changed(trainer: Any, module: Any) -> bool | None:
     return next(callback.is_unchanged for callback in trainer.callbacks if isinstance(callback, NothingChanges))
 
 
-def buffers(trainer: Any, module: Any) -> dict[str, Any]:
-    """The module's buffers as lists."""
-    return {name: buffer.tolist() for name, buffer in module.named_buffers()}
+def buffers(trainer: Any, module: Any) -> dict[str, Any] | None:
+    """The module's buffers as lists, where it is whole."""
+    return None if not trainer.is_global_zero else {name: buffer.tolist() for name, buffer in module.named_buffers()}
