@@ -29,13 +29,16 @@ class GradientReducer:
     with the same result. `reduce` is `start` and `finish` at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, name: str, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, *, name: str, bucket_bytes: int = BUCKET_BYTES, keeps_order: bool = False
+    ) -> None:
         """Reduce over `group`, all members of which pass the same parameters in the same order.
 
         Args:
             group: The processes.
             name: For errors, such as "the replicas of stage 1".
             bucket_bytes: Gradients of one dtype are joined to messages of about this size.
+            keeps_order: Whether backwards wait for the group's members, too (`StepReduction`).
         """
         self.num_reductions = 0
         """How often gradients were summed over more than one process."""
@@ -46,6 +49,7 @@ class GradientReducer:
         self._group = group
         self._name = name
         self._bucket_bytes = bucket_bytes
+        self._keeps_order = keeps_order
         self._expected: tuple[str, ...] = ()
         self._under_way: StepReduction | None = None
 
@@ -112,7 +116,13 @@ class GradientReducer:
         return not parameters or dist.get_world_size(self._group) == 1
 
     def _begin(self, parameters: Mapping[str, nn.Parameter]) -> StepReduction:
-        return StepReduction(parameters, group=self._group, expected=self._expected, bucket_bytes=self._bucket_bytes)
+        return StepReduction(
+            parameters,
+            group=self._group,
+            expected=self._expected,
+            bucket_bytes=self._bucket_bytes,
+            keeps_order=self._keeps_order,
+        )
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:

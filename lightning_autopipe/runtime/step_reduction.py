@@ -34,6 +34,8 @@ class StepReduction:
         group: The processes.
         expected: Names of those that had a dense gradient in the last reduction; equal on all members.
         bucket_bytes: Of a bucket.
+        keeps_order: Whether each sum begins at the same place of the backward on all members, if need be behind one
+            that is waited for: where the backward itself waits for the members.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class StepReduction:
         group: dist.ProcessGroup,
         expected: Iterable[str],
         bucket_bytes: int,
+        keeps_order: bool = False,
     ) -> None:
         self.num_collectives = 0
         self.expected_next: tuple[str, ...] = ()
@@ -50,6 +53,7 @@ class StepReduction:
         self._parameters = dict(parameters)
         self._group = group
         self._bucket_bytes = bucket_bytes
+        self._keeps_order = keeps_order
         known = frozenset(expected)
         self._buckets = self._plan(name for name in self._parameters if name in known)
         self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket}
@@ -106,7 +110,7 @@ class StepReduction:
         self._num_missing[self._bucket_of[name]] -= 1
         while self._num_launched < len(self._buckets) and not self._num_missing[self._num_launched]:
             if len(self._under_way) >= _MAX_BUCKETS_UNDER_WAY:
-                if not self._under_way[0].is_completed:
+                if not self._keeps_order and not self._under_way[0].is_completed:
                     return  # a backward does not wait: the next gradient, or the end, goes on
                 self._finish_oldest()
             self._launch(self._buckets[self._num_launched])

@@ -10,6 +10,7 @@ from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.runtime.process_groups import ProcessGroups
+from lightning_autopipe.runtime.synchronized_batch_norm import synchronized_layers
 from lightning_autopipe.runtime.tied_parameters import TiedParameters
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.environment import with_ties
@@ -58,7 +59,11 @@ def gradients_of_rank(
         if stages_by_name:
             ties = TiedParameters(stages_by_name, with_ties(groups, stages_by_name.values()))
         if layout.num_replicas > 1:
-            replicas = GradientReducer(groups.stage, name=f"the replicas of stage {communicator.stage_index}")
+            replicas = GradientReducer(
+                groups.stage,
+                name=f"the replicas of stage {communicator.stage_index}",
+                keeps_order=bool(synchronized_layers(module)),
+            )
     own = ownership.in_order_of_use({name: p for name, p in module.named_parameters() if not is_absent(p)})
     return RankGradients(
         ledger=GradientLedger(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_autopipe.core.layout import ParallelLayout
+from lightning_autopipe.runtime import gradient_buckets
 from lightning_autopipe.runtime.errors import CommunicationError
 from lightning_autopipe.runtime.executor import StageExecutor
 from lightning_autopipe.runtime.gradient_buckets import plan_buckets
 from lightning_autopipe.runtime.gradient_reduction import GradientReducer
 from lightning_autopipe.runtime.process_groups import create_process_groups
+from lightning_autopipe.runtime.step_reduction import StepReduction
 from lightning_autopipe.schedules import get_schedule, one_f_one_b
 from tests.harness import run_processes
 from tests.runtime.toy import Toy, ToyStage, assert_same_gradients, batch, cut, gradients, reference
@@ -50,6 +54,30 @@ class Changeable(nn.Module):
         h = (torch.tanh(h).double() * self.of_float64).float()
         loss: Tensor = self.end(torch.tanh(h @ self.large)).mean()
         return loss
+
+
+class NeverCompleted:
+    """A sum that others have not joined yet."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        """Gives itself."""
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_where_order_is_kept_timing_does_not_decide_where_a_sum_begins(
+    keeps_order: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_buckets, "all_reduce", lambda *_: NeverCompleted())
+    parameters = {str(index): nn.Parameter(torch.rand(2)) for index in range(9)}
+    group: Any = None
+    step = StepReduction(parameters, group=group, expected=parameters, bucket_bytes=1, keeps_order=keeps_order)
+    step.watch(contextlib.nullcontext)
+    sum((parameter * 2).sum() for parameter in parameters.values()).backward()
+    step.unwatch()
+    assert step.num_collectives == (9 if keeps_order else 6)
 
 
 STEPS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,28 @@ def test_statistics_are_those_of_all_replicas(num_stages: int, num_replicas: int
     module.load_state_dict(state)
     for name, buffer in module.named_buffers():
         torch.testing.assert_close(buffer, plain.after[name], rtol=1e-10, atol=1e-13, msg=name)
+
+
+class GivenBatches(InOrder):
+    """Each replica's batches, by the numbers of their samples."""
+
+    def __init__(self, *batches: list[range | list[int]], num_replicas: int = 1) -> None:
+        super().__init__(regression_data(NUM_SAMPLES), regression_data(8, seed=1), batch_size=8)
+        self.batches = batches
+
+    def train_dataloader(self) -> Any:
+        replica_index = (self.trainer.distributed_sampler_kwargs or {"rank": 0})["rank"]
+        return DataLoader(self.train, batch_sampler=self.batches[replica_index])
+
+
+def test_replicas_with_unlike_samples_count_by_them() -> None:
+    """Replica 1 traces its second batch, whose shape is new; replica 0 does not, and is not waited for."""
+    of_replicas = fit(num_microbatches=2, trainer_options={"use_distributed_sampler": False})
+    data = partial(GivenBatches, [range(4), range(4, 8)], [range(8, 12), range(12, 18)])
+    ranks = fit_in_processes({"unlike": replace(of_replicas, data=data)}, num_stages=1, num_replicas=2)["unlike"]
+    together = [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13, 14], [6, 7, 15, 16, 17]]
+    one_device = fit(norm=nn.BatchNorm1d, trainer_options={"accumulate_grad_batches": 2})
+    assert_same(fit_plain(replace(one_device, data=partial(GivenBatches, together))), ranks)
 
 
 class UnlikeBatches(InOrder):
