@@ -87,11 +87,16 @@ class OperationMode(TorchFunctionMode):
             del _FunctionBase.apply
             torch.backends.mha.set_fastpath_enabled(self._fast_path)
 
+    @property
+    def is_innermost(self) -> bool:
+        """Whether no other mode has been entered in this one."""
+        return _len_torch_function_stack() == self._depth
+
     def unwatched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `function` as if this mode did not exist; at no cost where this is the innermost mode."""
         if self.is_paused:
             return function(*args, **kwargs)
-        on_top = _len_torch_function_stack() == self._depth
+        on_top = self.is_innermost
         if on_top:
             _pop_torch_function_stack()
         self.is_paused = True

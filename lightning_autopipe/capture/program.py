@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_autopipe.capture.compiled_calls import REPLACES, Compilation, UnitChoice
 from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.draws import DrawKey, kept_generators
 from lightning_autopipe.capture.records import StepTrace
@@ -45,6 +46,7 @@ class _CallTable:
                 return original(*args, **kwargs)
             return replay.treated_call(treatment, original, args, kwargs)
 
+        setattr(forward, REPLACES, self.before)
         self.forward = forward
 
 
@@ -66,6 +68,7 @@ class StageProgram:
         device: torch.device,
         refused_stubs: frozenset[tuple[str, int]] = frozenset(),
         use_treatments: bool = True,
+        compilation: Compilation | None = None,
     ) -> None:
         self.trace = trace
         self.module = module
@@ -85,6 +88,8 @@ class StageProgram:
         self.generators = kept_generators(module)
         self.parameter_names = frozenset(n for op in trace.operations[start : self.stop] for n in op.parameters)
         keyed_modules = draw_keyed_modules(trace, self.layer_of_start) if use_treatments else {}
+        submodules = dict(module.named_modules())
+        units = UnitChoice(trace, submodules, compilation if use_treatments else None, self.layer_of_start)
         self.treatments: list[Treatment] = choose_treatments(
             trace,
             module,
@@ -92,17 +97,24 @@ class StageProgram:
             stop=self.stop,
             watched=self._watched(),
             boundaries=[p for p in self.layer_of_start if p not in keyed_modules],
+            units=units,
             refused=refused_stubs,
             opaque_only=not use_treatments,
         )
-        submodules = dict(module.named_modules())
+        self.uncompiled = units.uncompiled
+        """Modules of this stage that the user has compiled and that run uncompiled, by path: why."""
+        self.compiled: dict[str, Callable[..., Any]] = {}
+        """By path of a module, what runs its calls that are compiled."""
         tables: dict[str, _CallTable] = {}
 
         def table_of(path: str) -> _CallTable:
             return tables.setdefault(path, _CallTable(self, submodules[path]))
 
         for treatment in self.treatments:
-            table_of(treatment.call.module_path).calls[treatment.call.start] = treatment
+            path = treatment.call.module_path
+            table_of(path).calls[treatment.call.start] = treatment
+            if compilation is not None and treatment.compiler is not None and path not in self.compiled:
+                self.compiled[path] = compilation.compiled(path, submodules[path], treatment.compiler)
         for position, path in keyed_modules.items():
             table_of(path).layer_index = self.layer_of_start[position]
         self._tables = list(tables.values())

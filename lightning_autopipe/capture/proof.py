@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.absent import AbsentTensor
+from lightning_autopipe.capture.compiled_calls import Compilation
 from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.preserve import preserved_state
@@ -34,15 +35,30 @@ def proven_program(
     start: int,
     stop: int | None,
     device: torch.device,
+    compilation: Compilation | None = None,
 ) -> StageProgram:
     """Make the program of the stage `[start, stop)` with only those stubs that keep the traced path.
 
     The whole step is replayed on shapes with the stage's stubs in place; each operation must be the recorded one, with
     the recorded inputs and constants. The stub that a difference follows is given up, its submodules are tried instead.
+    What `compilation` names runs compiled where it can.
     """
     refused: frozenset[tuple[str, int]] = frozenset()
+
+    def program_without(refused_stubs: frozenset[tuple[str, int]]) -> StageProgram:
+        return StageProgram(
+            trace,
+            table,
+            module,
+            start=start,
+            stop=stop,
+            device=device,
+            refused_stubs=refused_stubs,
+            compilation=compilation,
+        )
+
     for _ in range(_MAX_ATTEMPTS):
-        program = StageProgram(trace, table, module, start=start, stop=stop, device=device, refused_stubs=refused)
+        program = program_without(refused)
         stubs = [t.call for t in program.treatments if t.is_stub and not t.call.is_opaque]
         if not stubs:
             return program
@@ -52,12 +68,12 @@ def proven_program(
         guilty = [call for call in stubs if call.stop <= difference]
         refused |= {(call.module_path, call.call_index) for call in (guilty[-1:] or stubs)}
         if len(guilty) > 1:  # the culprit is the last one most often; where it is not, give up those before it, too
-            again = StageProgram(trace, table, module, start=start, stop=stop, device=device, refused_stubs=refused)
+            again = program_without(refused)
             further = _first_difference(again, step, args, kwargs)
             if further is not None and further <= difference:
                 refused |= {(call.module_path, call.call_index) for call in guilty}
     every_call = frozenset((call.module_path, call.call_index) for call in trace.calls)
-    return StageProgram(trace, table, module, start=start, stop=stop, device=device, refused_stubs=every_call)
+    return program_without(every_call)
 
 
 def _first_difference(

@@ -139,6 +139,8 @@ class Replay(OperationMode):
             self.position = call.stop
             result = self._recorded_result(call)
         else:
+            if treatment.compiler is not None and self._can_compile(args, kwargs):
+                original = self.program.compiled[call.module_path]
             result = self.unwatched(original, args, kwargs)
             self.position = call.stop
             for path, index in call.activations:
@@ -148,6 +150,10 @@ class Replay(OperationMode):
                     self.held[index] = tensor
         self._arrive()
         return result
+
+    def _can_compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Tell whether torch can see what a call does: not another mode, nor a value that only other stages know."""
+        return self.is_innermost and not any(type(tensor) is AbsentTensor for _, tensor in tree.tensors((args, kwargs)))
 
     def _recorded_result(self, call: ModuleCall) -> Any:
         values, received = self.trace.values, self.received

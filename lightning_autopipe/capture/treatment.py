@@ -14,7 +14,8 @@ from torch import nn
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.call_log import is_replayable_leaf
-from lightning_autopipe.capture.records import ModuleCall, StepTrace, ValueIndex
+from lightning_autopipe.capture.compiled_calls import Compiler, UnitChoice
+from lightning_autopipe.capture.records import STEP, ModuleCall, StepTrace, ValueIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Treatment:
 
     call: ModuleCall
     is_stub: bool
+    compiler: Compiler | None = None
+    """With which it runs compiled."""
 
 
 def choose_treatments(
@@ -33,6 +36,7 @@ def choose_treatments(
     stop: int,
     watched: Mapping[int, frozenset[int] | None],
     boundaries: Collection[int],
+    units: UnitChoice,
     refused: Collection[tuple[str, int]] = (),
     opaque_only: bool = False,
 ) -> list[Treatment]:
@@ -41,31 +45,42 @@ def choose_treatments(
     `watched` are positions of operations that must be seen: they show values that cross the stage's end (which a call
     may also show by returning them), or None for one that must be seen in any case. `boundaries` are positions at which
     replay must be watching. `refused` names calls `(module_path, call_index)` whose stub was found wrong.
-    Opaque calls, whose inside was not traced, are always treated: `opaque_only` chooses no others.
+    Opaque calls, whose inside was not traced, are always treated: `opaque_only` chooses no others. `units` says what
+    runs compiled, which comes before what would run unwatched as a whole.
     """
     submodules = dict(module.named_modules())
     with_hooks = _paths_with_hooks(submodules)
     escapes = _EscapeCheck(trace)
     stubs_allowed = trace.end_reason is None or not trace.modules_changed
-    chosen: list[Treatment] = []
 
-    def visit(calls: Iterable[ModuleCall]) -> None:
+    def visit(calls: Iterable[ModuleCall], compiler: Compiler | None) -> list[Treatment]:
+        chosen: list[Treatment] = []
         for call in calls:
             if call.start == call.stop:
                 continue
             if call.is_opaque:
                 chosen.append(Treatment(call, is_stub=not start <= call.start < stop))
-                continue
-            if opaque_only:
-                pass
-            elif call.stop <= start:
-                if stubs_allowed and can_stub(call):
-                    chosen.append(Treatment(call, is_stub=True))
-                    continue
-            elif call.start >= start and call.stop <= stop and can_run_unwatched(call):
-                chosen.append(Treatment(call, is_stub=False))
-                continue
-            visit(call.children)
+            elif opaque_only:
+                chosen.extend(visit(call.children, None))
+            elif call.stop <= start and stubs_allowed and can_stub(call):
+                chosen.append(Treatment(call, is_stub=True))
+            elif call.start >= start and call.stop <= stop:
+                chosen.extend(own_call(call, compiler or units.compiler_of(call.module_path)))
+            else:
+                chosen.extend(visit(call.children, compiler or units.compiler_of(call.module_path)))
+        return chosen
+
+    def own_call(call: ModuleCall, compiler: Compiler | None) -> list[Treatment]:
+        is_unwatched = can_run_unwatched(call)
+        if is_unwatched and not units.is_wanted:
+            return [Treatment(call, is_stub=False)]
+        if is_unwatched and compiler is not None and units.is_unit(call):
+            return [Treatment(call, is_stub=False, compiler=compiler)]
+        inside = visit(call.children, compiler)
+        has_units = any(treatment.compiler is not None for treatment in inside)
+        if compiler is not None:
+            units.note_inside(call, is_unwatched=is_unwatched, has_units=has_units)
+        return [Treatment(call, is_stub=False)] if is_unwatched and not has_units else inside
 
     def can_stub(call: ModuleCall) -> bool:
         return (
@@ -90,8 +105,7 @@ def choose_treatments(
             and not escapes(call)
         )
 
-    visit(trace.calls[0].children)
-    return _without_ambiguous(chosen)
+    return _without_ambiguous(visit(trace.calls[0].children, units.compiler_of(STEP)))
 
 
 def returned_values(call: ModuleCall) -> set[int]:

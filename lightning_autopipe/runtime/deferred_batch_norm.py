@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_autopipe.capture.compiled_calls import REPLACES
 from lightning_autopipe.capture.interception import current
 from lightning_autopipe.runtime.batch_norm_moments import Moments, combined, merged, moments_of
 
@@ -131,7 +132,16 @@ class BatchNormStatistics:
             with _with_momentum(layer, 1.0 / (self._num_batches.get(path, 0) + number)):
                 return original(input, *args, **kwargs)
 
+        setattr(forward, REPLACES, layer.__dict__.get("forward"))
         return forward
+
+    def reasons_against_compilation(self) -> dict[nn.Module, str]:
+        """Give the layers whose forwards have to be replaced, which no compiled graph sees: why."""
+        layers = _tracking_layers(self._module).values()
+        if self._deferred:
+            return dict.fromkeys(layers, "deferred_batch_norm=True takes the moments of what its layers are given")
+        reason = "its batch normalization with momentum=None takes the mean over batches, not over micro-batches"
+        return {layer: reason for layer in layers if _is_cumulative(layer)}
 
     def _see(self, path: str, input: Tensor) -> int:
         """Note a call of a layer; give the how manieth it is in this step."""

@@ -9,11 +9,12 @@ Some parameters cannot wait; the first part computes them as well:
 
 - those that several nodes of the path lead to (a shared module): from the first of these nodes autograd would run the
   path to the others again, and sums would be formed in another order;
-- those at nodes that compute all their gradients at once (custom functions, compiled regions, in-place views), or whose
-  saved tensors are recomputed or fetched for each use (checkpointed regions, offloading).
+- those at nodes that compute all their gradients at once (custom functions, in-place views), or whose saved tensors are
+  recomputed or fetched for each use (checkpointed regions, offloading).
 
-Around a reentrant checkpoint, which allows no partial backward, the first part is the whole one. Where nothing received
-requires a gradient, as on the first stage, the second part is.
+Around a reentrant checkpoint, which allows no partial backward, and a compiled graph, which may reuse the memory of
+what it has saved, the first part is the whole one. Where nothing received requires a gradient, as on the first stage,
+the second part is.
 
 Until the second part has run all of the graph is alive. Hooks on the outputs of nodes that run twice are called twice,
 with the same gradient.
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-_REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
+_RUN_ONCE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
 _COPY_SLICES = "CopySlices"
 
 
@@ -67,7 +68,7 @@ def backward_of_leaves(
     graph = _Graph(roots, leaves) if leaves else None
     if graph is None or not graph.path:
         return [None] * len(leaves), DeferredBackward([(list(roots), list(gradients), None)])
-    if graph.has_reentrant_checkpoint:
+    if graph.runs_once:
         torch.autograd.backward(roots, gradients)
         found = [leaf.grad for leaf in leaves]
         for leaf in leaves:
@@ -105,7 +106,7 @@ class _Graph:
         self.path: set[Node] = set()
         self.slots: dict[Node, set[int]] = {}
         """By node, which of its results gradients may come in for."""
-        self.has_reentrant_checkpoint = False
+        self.runs_once = False
         for edge in self._root_edges:
             self.slots.setdefault(edge.node, set()).add(edge.output_nr)
         self._order = self._walk()
@@ -125,7 +126,7 @@ class _Graph:
             if node in seen:
                 continue
             seen.add(node)
-            self.has_reentrant_checkpoint |= node.name() == _REENTRANT_CHECKPOINT
+            self.runs_once |= node.name() in _RUN_ONCE
             waiting.append((node, True))
             for following, slot in node.next_functions:
                 if following is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.carried import CarriedState, find_carried_state
+from lightning_autopipe.capture.compiled_calls import Compilation
 from lightning_autopipe.capture.cuts import (
     CutTable,
     PlannedLayers,
@@ -68,6 +69,8 @@ class CaptureStore:
         self.tracing = False
         self.while_silent: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         """A context for what is traced: what the user's code tells the world there does not count."""
+        self.compilation: Compilation | None = None
+        """What of the module runs compiled; what is traced before is not changed by it."""
         self.num_stages = 1
         self.cut_keys: tuple[CutKey, ...] = ()
         self.owners: dict[str, frozenset[int]] = {}
@@ -238,7 +241,10 @@ class CaptureStore:
                     start=start,
                     stop=stop,
                     device=self.device,
+                    compilation=self.compilation,
                 )
+            if self.compilation is not None:
+                self.compilation.tell(program.uncompiled)
             capture.programs[start, stop] = program
         return program
 

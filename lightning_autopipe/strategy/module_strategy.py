@@ -12,11 +12,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_autopipe.capture.compiled_calls import Compiler
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.core.timeline import StepEnd
 from lightning_autopipe.runtime.synchronized_batch_norm import SynchronizedForward
 from lightning_autopipe.strategy.clipping import PipelineClipping
-from lightning_autopipe.strategy.compiled import EagerRun, taken_apart
+from lightning_autopipe.strategy.compiled import StagewiseCompilation, taken_apart
 from lightning_autopipe.strategy.grad_scaler import SharedScaling, scaler_of
 from lightning_autopipe.strategy.gradient_norms import SharedGradientNorms
 from lightning_autopipe.strategy.hook_log import HookLog
@@ -46,7 +47,8 @@ class ModuleStrategy(PlanningStrategy):
     """Setup and teardown of a run, gradients and optimizer steps."""
 
     _module: pl.LightningModule | None = None
-    _was_compiled = False
+    _compiler: Compiler | None = None
+    """How the module itself was given to `torch.compile`."""
 
     def __init__(self, options: StrategyOptions, **components: Any) -> None:
         super().__init__(options, **components)
@@ -57,7 +59,7 @@ class ModuleStrategy(PlanningStrategy):
         self._is_accumulating = False
         self._has_synchronized_layers = False
         """Whether `sync_batchnorm=True` has changed the module for this run."""
-        self._eager_run = EagerRun()
+        self._compilation = StagewiseCompilation()
 
     # Beginning and end of a run -----------------------------------------------
 
@@ -68,8 +70,12 @@ class ModuleStrategy(PlanningStrategy):
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
-        self._was_compiled = taken_apart(module) or (self._was_compiled and module is self._module)
+        self._compiler = taken_apart(module) or (self._compiler if module is self._module else None)
         self._module = module
+
+    def __getstate__(self) -> dict[str, Any]:
+        # To a spawned process: torch drops what it has compiled from modules, too.
+        return {name: value for name, value in super().__getstate__().items() if name != "_compiler"}
 
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
@@ -103,8 +109,9 @@ class ModuleStrategy(PlanningStrategy):
             self._change_layers(self._layer_sync.apply)
             self._has_synchronized_layers = True
         refuse_unsupported(trainer, module, self.precision_plugin)
-        self._eager_run.begin(module, is_compiled=self._was_compiled)
+        self._compilation.begin()
         self._begin_session(module)
+        self._compilation.serve(self.session.pipeline, self._compiler)
         self._termination = SharedTermination(trainer, self._follow_signals)
         self._hook_log = HookLog(trainer, self.communicator)
         running_step = self.session.running_step
@@ -223,7 +230,7 @@ class ModuleStrategy(PlanningStrategy):
             self._has_synchronized_layers = False
         while self._installed:
             self._installed.pop().remove()
-        self._eager_run.end()
+        self._compilation.end()
         if self.lightning_module is not None and self.lightning_module._trainer is not None:
             unsilence_writers(self.callbacks)
         self._loaders.clear()

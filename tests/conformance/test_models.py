@@ -26,7 +26,12 @@ from tests.strategy.anyones_modules import (
     RecurrentModule,
     WeightNormModule,
 )
-from tests.strategy.compiled_modules import CompiledModule
+from tests.strategy.compiled_modules import (
+    CompiledBlocksModule,
+    CompiledModule,
+    WhollyCompiledModule,
+    has_compiled,
+)
 from tests.strategy.configured_modules import ConfiguredLanguageModule, ConfiguredModule
 from tests.strategy.modules import InOrder, largest_difference, regression_data, token_data
 from tests.strategy.runs import Fit, Report, fit_in_processes
@@ -107,12 +112,22 @@ def with_schedule(fit: Fit, schedule: str) -> Fit:
         module_options=fit.module_options,
         data=fit.data,
         strategy_options={"schedule": schedule},
+        after=fit.after,
     )
 
 
 def fit(module_class: Any, data: Any = VECTORS, **options: Any) -> Fit:
     strategy_options = options.pop("strategy_options", {})
     return Fit(module_class=module_class, module_options=options, data=data, strategy_options=strategy_options)
+
+
+def compiled(module_class: Any, **options: Any) -> Fit:
+    """A fit in which every rank has to compile something of its own, as one device does."""
+    return Fit(module_class=module_class, module_options=options, data=VECTORS, after=has_compiled)
+
+
+def compiles_on_every_rank(plain: Report, ranks: list[Report]) -> None:
+    assert all(rank.after for rank in ranks)
 
 
 ITEMS = {
@@ -127,8 +142,19 @@ ITEMS = {
     "models: built in configure_model: LSTM, ties, weight norm, attention": Item(
         fit=fit(ConfiguredLanguageModule, SEQUENCES, strategy_options={"profile": "measured"})
     ),
-    "models: self.net = torch.compile(net)": Item(fit=fit(CompiledModule, how="net", backend="aot_eager")),
-    "models: block.compile()": Item(fit=fit(CompiledModule, how="blocks")),
+    "models: self.net = torch.compile(net)": Item(fit=compiled(CompiledModule, how="net")),
+    "models: block.compile()": Item(fit=compiled(CompiledModule, how="blocks")),
+    **{
+        f"models: block.compile() under {schedule}": Item(
+            fit=with_schedule(compiled(CompiledBlocksModule, depth=8), schedule)
+        )
+        for schedule in SCHEDULES[1:]
+    },
+    "models: block.compile() with dropout": Item(
+        fit=compiled(CompiledBlocksModule, depth=8, between=nn.Dropout), is_same=False, check=compiles_on_every_rank
+    ),
+    "models: block.compile() with recomputation": Item(fit=fit(CompiledBlocksModule, recomputed=True)),
+    "models: torch.compile(module)": Item(fit=compiled(WhollyCompiledModule)),
     "models: a compiled function": Item(fit=fit(CompiledModule, how="function")),
     "models: torch.utils.checkpoint": Item(fit=fit(RecomputedModule, reentrant=False)),
     "models: torch.utils.checkpoint, re-entrant": Item(fit=fit(RecomputedModule, reentrant=True)),

@@ -5,9 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch._dynamo
+from lightning.pytorch.utilities.compile import from_compiled
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.strategy.modules import MlpModule
+from tests.strategy.modules import WIDTH, MlpModule
+
+graphs: list[int] = []
+"""Number of operations of each graph that `counting` has compiled in this process."""
+
+
+def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A backend that needs no compiler: forward and backward are traced, and run as they are."""
+    graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def num_graphs() -> int:
+    """Graphs compiled since the last call."""
+    found = len(graphs)
+    graphs.clear()
+    return found
+
+
+def has_compiled(*_: Any) -> bool:
+    """Whether any graph was compiled since the last call."""
+    return num_graphs() > 0
 
 
 @torch.compile(backend="eager")
@@ -18,14 +42,15 @@ def squashed(x: Tensor) -> Tensor:
 class CompiledModule(MlpModule):
     """`how`: "blocks" (each by `compile()`), "net" (a wrapped submodule), "function" (inside the step)."""
 
-    def __init__(self, *, how: str, backend: str = "eager", **options: Any) -> None:
+    def __init__(self, *, how: str, compile_options: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.how = how
+        given = {"backend": counting, **(compile_options or {})}
         if how == "blocks":
             for block in self.blocks:
-                block.compile(backend=backend)
+                block.compile(**given)
         elif how == "net":
-            self.net = torch.compile(torch.nn.Sequential(*self.blocks), backend=backend)
+            self.net = torch.compile(nn.Sequential(*self.blocks), **given)
             del self.blocks
 
     def forward(self, x: Tensor) -> Tensor:
@@ -37,3 +62,49 @@ class CompiledModule(MlpModule):
                 x = squashed(block(x))
             return self.head(x).squeeze(-1)
         return super().forward(x)
+
+
+class WhollyCompiledModule(MlpModule):
+    """What a Trainer makes of the result of `torch.compile(module)`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        from_compiled(torch.compile(self, backend=counting))  # type: ignore[arg-type]
+
+
+class Block(nn.Module):
+    """Two layers and what may stand between them."""
+
+    def __init__(self, between: nn.Module | None = None) -> None:
+        super().__init__()
+        self.first, self.between, self.second = nn.Linear(WIDTH, WIDTH), between, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        return x + self.second(h if self.between is None else self.between(h)).tanh()
+
+
+class CompiledBlocksModule(MlpModule):
+    """Residual blocks, each compiled; `between`: a module's class, and what it is made with."""
+
+    def __init__(
+        self,
+        *,
+        between: Any = None,
+        between_options: dict[str, Any] | None = None,
+        recomputed: bool = False,
+        backend: Any = counting,
+        fullgraph: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        made = [None if between is None else between(**(between_options or {})) for _ in self.blocks]
+        self.blocks = nn.ModuleList(map(Block, made))
+        self.recomputed = recomputed
+        for block in self.blocks if backend is not None else ():
+            block.compile(backend=backend, fullgraph=fullgraph)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputed else block(x)
+        return self.head(x).squeeze(-1)
