@@ -1,7 +1,7 @@
 """Module calls that a stage runs as the user's `torch.compile` wants them: whole, with nothing cut or keyed inside.
 
 What the user has compiled is traced, cut and proven uncompiled. A stage then compiles the largest calls in it that lie
-within the stage (*units*), with the user's options.
+within the stage, each by itself, with the user's options.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
-from lightning_autopipe.capture.records import ModuleCall, StepTrace
+from lightning_autopipe.capture.records import OPAQUE_CALL, ModuleCall, StepTrace
 
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Gives a function's compiled form; one object for each place where the user has called `torch.compile`."""
@@ -23,6 +23,7 @@ Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 REPLACES = "_autopipe_replaces"
 """On a function that stands in for a module's forward during a run: the module's own attribute `forward`, or None."""
 
+_READS_VALUES = "what it does depends on values of activations"
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -59,7 +60,7 @@ class Compilation:
         return run_if_possible
 
 
-class UnitChoice:
+class CompiledCallChoice:
     """Which calls of a stage are compiled as a whole, and why others are not.
 
     Args:
@@ -93,7 +94,7 @@ class UnitChoice:
         """Give how the user has compiled the module itself."""
         return None if self._compilation is None else self._compilation.compilers.get(path)
 
-    def is_unit(self, call: ModuleCall) -> bool:
+    def can_compile(self, call: ModuleCall) -> bool:
         """Tell whether a call in something compiled, which runs unwatched, can be compiled as a whole."""
         operations = self._trace.operations[call.start : call.stop]
         if isinstance(self._submodules[call.module_path], OptimizedModule):
@@ -109,13 +110,17 @@ class UnitChoice:
             self.uncompiled[call.module_path] = reason
         return reason is None
 
-    def note_inside(self, call: ModuleCall, *, is_unwatched: bool, has_units: bool) -> None:
-        """Note of a call in something compiled that it is no unit, and whether parts of it are.
+    def note_opaque(self, call: ModuleCall) -> None:
+        """Note of a call in something compiled that nobody has seen its inside."""
+        self.uncompiled[call.module_path] = _READS_VALUES
+
+    def note_inside(self, call: ModuleCall, *, is_unwatched: bool, has_compiled: bool) -> None:
+        """Note of a call in something compiled that it is not compiled as a whole, and whether any of its parts is.
 
         Where none is, what was found of its parts says nothing more.
         """
         path = call.module_path
-        if has_units:
+        if has_compiled:
             self.uncompiled.pop(path, None)
             return
         if not is_unwatched and self.compiler_of(path) is not None:
@@ -131,6 +136,8 @@ class UnitChoice:
         operations = self._trace.operations[call.start : call.stop]
         if any(op.region is not None for op in operations):
             return "its forward runs again in the backward (torch.utils.checkpoint), where nothing is compiled"
+        if any(op.function == OPAQUE_CALL for op in operations):
+            return _READS_VALUES
         if call.draws_python:
             return "it draws from Python's or NumPy's random generators"
         # Draws are keyed by layer, and two graphs may draw otherwise than one. What draws is compiled within a layer:

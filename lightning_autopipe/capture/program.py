@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_autopipe.capture.compiled_calls import REPLACES, Compilation, UnitChoice
+from lightning_autopipe.capture.compiled_calls import REPLACES, Compilation, CompiledCallChoice
 from lightning_autopipe.capture.cuts import CutTable
 from lightning_autopipe.capture.draws import DrawKey, kept_generators
 from lightning_autopipe.capture.records import StepTrace
@@ -89,7 +89,9 @@ class StageProgram:
         self.parameter_names = frozenset(n for op in trace.operations[start : self.stop] for n in op.parameters)
         keyed_modules = draw_keyed_modules(trace, self.layer_of_start) if use_treatments else {}
         submodules = dict(module.named_modules())
-        units = UnitChoice(trace, submodules, compilation if use_treatments else None, self.layer_of_start)
+        compiled_calls = CompiledCallChoice(
+            trace, submodules, compilation if use_treatments else None, self.layer_of_start
+        )
         self.treatments: list[Treatment] = choose_treatments(
             trace,
             module,
@@ -97,11 +99,11 @@ class StageProgram:
             stop=self.stop,
             watched=self._watched(),
             boundaries=[p for p in self.layer_of_start if p not in keyed_modules],
-            units=units,
+            compiled_calls=compiled_calls,
             refused=refused_stubs,
             opaque_only=not use_treatments,
         )
-        self.uncompiled = units.uncompiled
+        self.uncompiled = compiled_calls.uncompiled
         """Modules of this stage that the user has compiled and that run uncompiled, by path: why."""
         self.compiled: dict[str, Callable[..., Any]] = {}
         """By path of a module, what runs its calls that are compiled."""

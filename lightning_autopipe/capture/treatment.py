@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_autopipe.capture import tree
 from lightning_autopipe.capture.call_log import is_replayable_leaf
-from lightning_autopipe.capture.compiled_calls import Compiler, UnitChoice
+from lightning_autopipe.capture.compiled_calls import CompiledCallChoice, Compiler
 from lightning_autopipe.capture.records import STEP, ModuleCall, StepTrace, ValueIndex
 
 
@@ -36,7 +36,7 @@ def choose_treatments(
     stop: int,
     watched: Mapping[int, frozenset[int] | None],
     boundaries: Collection[int],
-    units: UnitChoice,
+    compiled_calls: CompiledCallChoice,
     refused: Collection[tuple[str, int]] = (),
     opaque_only: bool = False,
 ) -> list[Treatment]:
@@ -45,8 +45,8 @@ def choose_treatments(
     `watched` are positions of operations that must be seen: they show values that cross the stage's end (which a call
     may also show by returning them), or None for one that must be seen in any case. `boundaries` are positions at which
     replay must be watching. `refused` names calls `(module_path, call_index)` whose stub was found wrong.
-    Opaque calls, whose inside was not traced, are always treated: `opaque_only` chooses no others. `units` says what
-    runs compiled, which comes before what would run unwatched as a whole.
+    Opaque calls, whose inside was not traced, are always treated: `opaque_only` chooses no others. `compiled_calls`
+    says what runs compiled, which comes before what would run unwatched as a whole.
     """
     submodules = dict(module.named_modules())
     with_hooks = _paths_with_hooks(submodules)
@@ -58,29 +58,32 @@ def choose_treatments(
         for call in calls:
             if call.start == call.stop:
                 continue
+            inner = compiler or compiled_calls.compiler_of(call.module_path)
             if call.is_opaque:
+                if inner is not None and start <= call.start < stop:
+                    compiled_calls.note_opaque(call)
                 chosen.append(Treatment(call, is_stub=not start <= call.start < stop))
             elif opaque_only:
                 chosen.extend(visit(call.children, None))
             elif call.stop <= start and stubs_allowed and can_stub(call):
                 chosen.append(Treatment(call, is_stub=True))
             elif call.start >= start and call.stop <= stop:
-                chosen.extend(own_call(call, compiler or units.compiler_of(call.module_path)))
+                chosen.extend(own_call(call, inner))
             else:
-                chosen.extend(visit(call.children, compiler or units.compiler_of(call.module_path)))
+                chosen.extend(visit(call.children, inner))
         return chosen
 
     def own_call(call: ModuleCall, compiler: Compiler | None) -> list[Treatment]:
         is_unwatched = can_run_unwatched(call)
-        if is_unwatched and not units.is_wanted:
+        if is_unwatched and not compiled_calls.is_wanted:
             return [Treatment(call, is_stub=False)]
-        if is_unwatched and compiler is not None and units.is_unit(call):
+        if is_unwatched and compiler is not None and compiled_calls.can_compile(call):
             return [Treatment(call, is_stub=False, compiler=compiler)]
         inside = visit(call.children, compiler)
-        has_units = any(treatment.compiler is not None for treatment in inside)
+        has_compiled = any(treatment.compiler is not None for treatment in inside)
         if compiler is not None:
-            units.note_inside(call, is_unwatched=is_unwatched, has_units=has_units)
-        return [Treatment(call, is_stub=False)] if is_unwatched and not has_units else inside
+            compiled_calls.note_inside(call, is_unwatched=is_unwatched, has_compiled=has_compiled)
+        return [Treatment(call, is_stub=False)] if is_unwatched and not has_compiled else inside
 
     def can_stub(call: ModuleCall) -> bool:
         return (
@@ -105,7 +108,7 @@ def choose_treatments(
             and not escapes(call)
         )
 
-    return _without_ambiguous(visit(trace.calls[0].children, units.compiler_of(STEP)))
+    return _without_ambiguous(visit(trace.calls[0].children, compiled_calls.compiler_of(STEP)))
 
 
 def returned_values(call: ModuleCall) -> set[int]:
