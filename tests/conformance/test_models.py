@@ -37,6 +37,7 @@ from tests.strategy.modules import InOrder, largest_difference, regression_data,
 from tests.strategy.runs import Fit, Report, fit_in_processes
 
 VECTORS = partial(InOrder, regression_data(16), regression_data(8, seed=1), batch_size=8)
+UNVALIDATED = partial(InOrder, regression_data(16), batch_size=8)
 SEQUENCES = partial(InOrder, token_data(16), batch_size=8)
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
 WITH_DROPOUT = {
@@ -121,9 +122,9 @@ def fit(module_class: Any, data: Any = VECTORS, **options: Any) -> Fit:
     return Fit(module_class=module_class, module_options=options, data=data, strategy_options=strategy_options)
 
 
-def compiled(module_class: Any, **options: Any) -> Fit:
+def compiled(module_class: Any, data: Any = VECTORS, **options: Any) -> Fit:
     """A fit in which every rank has to compile something of its own, as one device does."""
-    return Fit(module_class=module_class, module_options=options, data=VECTORS, after=has_compiled)
+    return Fit(module_class=module_class, module_options=options, data=data, after=has_compiled)
 
 
 def compiles_on_every_rank(plain: Report, ranks: list[Report]) -> None:
@@ -142,8 +143,8 @@ ITEMS = {
     "models: built in configure_model: LSTM, ties, weight norm, attention": Item(
         fit=fit(ConfiguredLanguageModule, SEQUENCES, strategy_options={"profile": "measured"})
     ),
-    "models: self.net = torch.compile(net)": Item(fit=compiled(CompiledModule, how="net")),
-    "models: block.compile()": Item(fit=compiled(CompiledModule, how="blocks")),
+    "models: self.net = torch.compile(net)": Item(fit=compiled(CompiledModule, how="net", depth=8)),
+    "models: block.compile()": Item(fit=compiled(CompiledModule, how="blocks", depth=8)),
     **{
         f"models: block.compile() under {schedule}": Item(
             fit=with_schedule(compiled(CompiledBlocksModule, depth=8), schedule)
@@ -154,7 +155,7 @@ ITEMS = {
         fit=compiled(CompiledBlocksModule, depth=8, between=nn.Dropout), is_same=False, check=compiles_on_every_rank
     ),
     "models: block.compile() with recomputation": Item(fit=fit(CompiledBlocksModule, recomputed=True)),
-    "models: torch.compile(module)": Item(fit=compiled(WhollyCompiledModule)),
+    "models: torch.compile(module)": Item(fit=compiled(WhollyCompiledModule, data=UNVALIDATED)),
     "models: a compiled function": Item(fit=fit(CompiledModule, how="function")),
     "models: torch.utils.checkpoint": Item(fit=fit(RecomputedModule, reentrant=False)),
     "models: torch.utils.checkpoint, re-entrant": Item(fit=fit(RecomputedModule, reentrant=True)),

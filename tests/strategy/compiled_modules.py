@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from lightning.pytorch.utilities.compile import from_compiled
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,8 +31,14 @@ def num_graphs() -> int:
 
 
 def has_compiled(*_: Any) -> bool:
-    """Whether any graph was compiled since the last call."""
+    """Whether any graph was compiled since a module was made."""
     return num_graphs() > 0
+
+
+def _forget_graphs() -> None:
+    """What other modules have compiled in this process is not used again."""
+    torch._dynamo.reset()
+    graphs.clear()
 
 
 @torch.compile(backend="eager")
@@ -45,6 +52,7 @@ class CompiledModule(MlpModule):
     def __init__(self, *, how: str, compile_options: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.how = how
+        _forget_graphs()
         given = {"backend": counting, **(compile_options or {})}
         if how == "blocks":
             for block in self.blocks:
@@ -69,7 +77,12 @@ class WhollyCompiledModule(MlpModule):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        _forget_graphs()
         from_compiled(torch.compile(self, backend=counting))  # type: ignore[arg-type]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)  # torch cannot compile self.log under each version of Python
 
 
 class Block(nn.Module):
@@ -101,6 +114,7 @@ class CompiledBlocksModule(MlpModule):
         made = [None if between is None else between(**(between_options or {})) for _ in self.blocks]
         self.blocks = nn.ModuleList(map(Block, made))
         self.recomputed = recomputed
+        _forget_graphs()
         for block in self.blocks if backend is not None else ():
             block.compile(backend=backend, fullgraph=fullgraph)
 
