@@ -144,7 +144,8 @@ ITEMS = {
         fit=fit(ConfiguredLanguageModule, SEQUENCES, strategy_options={"profile": "measured"})
     ),
     "models: self.net = torch.compile(net)": Item(fit=compiled(CompiledModule, how="net", depth=8)),
-    "models: block.compile()": Item(fit=compiled(CompiledModule, how="blocks", depth=8)),
+    "models: block.compile()": Item(fit=compiled(CompiledBlocksModule, depth=8)),
+    "models: block.compile() of a container": Item(fit=fit(CompiledModule, how="blocks")),
     **{
         f"models: block.compile() under {schedule}": Item(
             fit=with_schedule(compiled(CompiledBlocksModule, depth=8), schedule)
