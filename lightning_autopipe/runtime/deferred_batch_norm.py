@@ -136,12 +136,19 @@ class BatchNormStatistics:
         return forward
 
     def reasons_against_compilation(self) -> dict[nn.Module, str]:
-        """Give the layers whose forwards have to be replaced, which no compiled graph sees: why."""
-        layers = _tracking_layers(self._module).values()
-        if self._deferred:
-            return dict.fromkeys(layers, "deferred_batch_norm=True takes the moments of what its layers are given")
-        reason = "its batch normalization with momentum=None takes the mean over batches, not over micro-batches"
-        return {layer: reason for layer in layers if _is_cumulative(layer)}
+        """Give the layers whose forwards have to be replaced, or wait for other replicas: no graph has that. Why."""
+        reasons: dict[nn.Module, str] = {}
+        for layer in _tracking_layers(self._module).values():
+            if self._deferred:
+                reasons[layer] = "deferred_batch_norm=True takes the moments of what its layers are given"
+            elif _is_cumulative(layer):
+                reasons[layer] = (
+                    "its batch normalization with momentum=None takes the mean over batches, not micro-batches"
+                )
+        for sub in self._module.modules():
+            if isinstance(sub, nn.SyncBatchNorm):
+                reasons[sub] = "its SyncBatchNorm exchanges moments with the other replicas"
+        return reasons
 
     def _see(self, path: str, input: Tensor) -> int:
         """Note a call of a layer; give the how manieth it is in this step."""

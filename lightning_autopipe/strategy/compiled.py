@@ -50,8 +50,9 @@ class StagewiseCompilation:
         self._told.clear()
         self._pipeline = pipeline
         compilers, uncompiled = _compilers(pipeline.module, whole, pipeline.device)
+        excluded = pipeline.batch_norm.reasons_against_compilation() if compilers else {}
         known = pipeline.store.compilation
-        if (known.compilers if known is not None else {}) != compilers:
+        if ((known.compilers, known.excluded) if known is not None else ({}, {})) != (compilers, excluded):
             pipeline.store.clear()
             pipeline.store.compilation = None
             if compilers:
@@ -59,7 +60,7 @@ class StagewiseCompilation:
                     compilers=compilers,
                     allowed=self._allowed,
                     tell=self._tell,
-                    excluded=pipeline.batch_norm.reasons_against_compilation(),
+                    excluded=excluded,
                 )
         self._tell(uncompiled)
 

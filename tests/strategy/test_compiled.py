@@ -121,6 +121,7 @@ UNCOMPILED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "recomputation": ({"recomputed": True}, {}, r"torch\.utils\.checkpoint"),
     "broken": ({"between": Breaking, "fullgraph": True}, {}, "fullgraph=True wants"),
     "random": ({"between": Reading}, {}, "Python's or NumPy's"),
+    "synchronized": ({**NORM, "between": nn.SyncBatchNorm}, {}, "SyncBatchNorm"),
     "deferred": (NORM, {"deferred_batch_norm": True}, "deferred_batch_norm=True"),
     "cumulative": (
         {**NORM, "between_options": {"num_features": WIDTH, "momentum": None}},
