@@ -12,10 +12,9 @@ Run: python benchmarks/architectures.py [--check] [--json FILE] [--only NAME ...
 --write-table writes docs/architectures.md anew.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -24,6 +23,10 @@ from pathlib import Path
 import torch
 import transformers
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there
+
+from benchmarks.reporting import environment, finish, parser
 from tests.architectures.architecture import Architecture
 from tests.architectures.catalog import ARCHITECTURES
 from tests.architectures.parity import (
@@ -166,14 +169,12 @@ def _shown(value: float | None) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES), metavar="NAME")
-    parser.add_argument("--write-table", action="store_true")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--only", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES), metavar="NAME")
+    made.add_argument("--write-table", action="store_true")
+    options = made.parse_args()
     if options.write_table and len(options.only) < len(ARCHITECTURES):
-        parser.error("--write-table needs all architectures: leave --only away")
+        made.error("--write-table needs all architectures: leave --only away")
     torch.set_num_threads(1)
     rows = []
     for name in options.only:
@@ -185,14 +186,9 @@ def main() -> int:
             f"with dropout {_shown(row.largest_difference_with_draws):7s} {row.reason}",
             flush=True,
         )
-    if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2))
     if options.write_table:
         TABLE.write_text(page(rows))
-    missed = shortfalls(rows)
-    for line in missed:
-        print("SHORT:", line)
-    return 1 if options.check and missed else 0
+    return finish(options, {**environment(), "rows": [asdict(row) for row in rows]}, shortfalls(rows))
 
 
 if __name__ == "__main__":

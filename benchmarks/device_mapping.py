@@ -11,12 +11,10 @@ What a mapping is worth by measurement is in benchmarks/measured_mapping.py.
 Run: python benchmarks/device_mapping.py [--check] [--json FILE] [--largest DEVICES]   (half a minute; 1,024: minutes)
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import random
 import statistics
 import sys
@@ -24,6 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there
+
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.cluster import example_names, find_cluster_file, load_topology, synthetic_cluster
 from lightning_autopipe.core import ClusterTopology, CrossingValue, DeviceTimes, LayerProfile, ModelProfile
 from lightning_autopipe.planner import CostModel
@@ -229,24 +231,16 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail where a figure falls short")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--largest", type=int, default=64, help="devices of the largest cluster (default 64)")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--largest", type=int, default=64, help="devices of the largest cluster (default 64)")
+    options = made.parse_args()
     results: dict[str, Any] = {
-        "python": platform.python_version(),
+        **environment(),
         "examples": on_examples(),
         "growing": growing(options.largest),
     }
     show(results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-    found = shortfalls(results)
-    if options.check and found:
-        print("\n".join(found), file=sys.stderr)
-        return 1
-    return 0
+    return finish(options, results, shortfalls(results))
 
 
 if __name__ == "__main__":

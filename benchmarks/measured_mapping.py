@@ -18,10 +18,6 @@ measured because this machine has no network namespaces or limited links.
 # ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import signal
 import statistics
 import sys
@@ -30,13 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # Python puts this file's folder there
 
 from benchmarks.emulation import RunMeasurement, SleepingRun, StepMeasurement, run_sleeping
 from benchmarks.namespaces import INTERFACE, NamespacesUnavailableError, two_servers
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.cluster import measured_topology
 from lightning_autopipe.cluster.servers import NETWORK_POINT
 from lightning_autopipe.core import (
@@ -255,17 +250,13 @@ def show_case(row: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail where a figure falls short, or none was measured")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args(arguments)
+    options = parser(__doc__).parse_args(arguments)
     results: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
+        **environment(),
         "cases": [],
         "depths": [],
     }
+    skipped: str | None = None
     try:
         with two_servers(BITS_PER_S) as namespaces:
             print("Layers sleep, they do not compute; servers are network namespaces with a limited link between them.")
@@ -274,22 +265,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 show_case(results["cases"][-1])
             results["depths"] = depth_rows(namespaces)
     except NamespacesUnavailableError as error:
-        results["skipped"] = str(error)
+        skipped = str(error)
     for row in results["depths"]:
         print(
             f"{row['case']}: {row['measured_s']:.3f} s, simulated {row['simulated_s']:.3f} s ({row['error']:+.1%}); "
             f"load {row['load'][0]:.1f} {row['load'][1]:.1f}"
         )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-    if "skipped" in results:
-        print(f"SKIPPED, nothing was measured: {results['skipped']}", file=sys.stderr)
-        return 1 if options.check else 0
     rows = [*results["cases"], *results["depths"]]
-    print(f"Median error {statistics.median(abs(row['error']) for row in rows):.1%}")
+    if not skipped:
+        print(f"Median error {statistics.median(abs(row['error']) for row in rows):.1%}")
     found = [f"{row['case']}: off by {row['error']:+.1%}" for row in rows if abs(row["error"]) > MAX_ERROR]
-    print("\n".join(f"Falls short: {line}" for line in found) or "Nothing falls short.")
-    return 1 if options.check and found else 0
+    return finish(options, results, found, skipped=skipped)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@
 Run: python benchmarks/partitioner.py [--check] [--json FILE]   (about a minute)
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import random
 import sys
 import time
@@ -23,6 +21,10 @@ from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there
+
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.core import Device, DeviceTimes, LayerProfile, ModelProfile
 from lightning_autopipe.planner import CostModel, simulate
 from lightning_autopipe.planner.depths import choose_partition_and_depths
@@ -194,24 +196,15 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail where a figure falls short")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
     results: dict[str, Any] = {
-        "python": platform.python_version(),
+        **environment(),
         "reference_chains": reference_chains(),
         "gaps": gaps(),
         "large_models": large_models(),
     }
     show(results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-    found = shortfalls(results)
-    if options.check and found:
-        print("\n".join(found), file=sys.stderr)
-        return 1
-    return 0
+    return finish(options, results, shortfalls(results))
 
 
 if __name__ == "__main__":

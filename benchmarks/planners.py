@@ -10,21 +10,22 @@ The profiles are those of `benchmarks/profiles`; the objectives are written anew
 Run: python benchmarks/planners.py [--check] [--quick] [--json FILE] [--markdown FILE]   (about ten minutes; quick: one)
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import unlike_devices
-from peers.case import Case
-from peers.report import Row, markdown, printed
-from peers.scored import Scored
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there
 
+from benchmarks import unlike_devices
+from benchmarks.peers.case import Case
+from benchmarks.peers.report import Row, markdown, printed
+from benchmarks.peers.scored import Scored
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.cluster import find_cluster_file, load_topology, synthetic_cluster
 from lightning_autopipe.core import ClusterTopology
 from lightning_autopipe.core.files import write_whole
@@ -142,12 +143,10 @@ def shortfalls(rows: list[Row]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail where ours is slower in table (a)")
-    parser.add_argument("--quick", action="store_true", help="three profiles on small clusters")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--quick", action="store_true", help="three profiles on small clusters")
+    made.add_argument("--markdown", type=Path, help="write the tables to this file")
+    options = made.parse_args()
     tables: dict[str, list[Row]] = {"a": [], "b": [], "c": []}
     for profile, name, cluster, case in the_cases(is_quick=options.quick):
         rows = list(restricted(case, cluster, profile, name))
@@ -158,15 +157,11 @@ def main() -> int:
         print(f"{profile} on {name}", *shortfalls(rows), sep="\n    ", flush=True)
     print(printed(tables))
     found = shortfalls(tables["a"])
-    if options.json:
-        figures = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
-        options.json.write_text(json.dumps({"python": platform.python_version(), **figures}, indent=2) + "\n")
     if options.markdown:
         unlike = unlike_devices.markdown(unlike_devices.eight_devices())
         write_whole(options.markdown, f"{markdown(tables, found)}\n{unlike}")
-    if found:
-        print("\n".join(found), file=sys.stderr)
-    return 1 if options.check and found else 0
+    figures = {name: [asdict(row) for row in rows] for name, rows in tables.items()}
+    return finish(options, {**environment(), **figures}, found)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,6 @@ benchmarks/measured_mapping.py.
 # ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import sys
 from collections.abc import Sequence
@@ -26,14 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
 # Python puts this file's folder first, where `import recipes` would find the benchmark of that name.
 sys.path[0] = str(ROOT)
 
 from benchmarks.emulation import RunMeasurement, SleepingRun, run_sleeping
 from benchmarks.recipe_steps import RECIPES, recipe_row
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.cluster import measured_topology
 from lightning_autopipe.core import ClusterTopology, Device, Schedule
 from lightning_autopipe.planner.links import LinkNetwork
@@ -152,15 +147,11 @@ def show(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail where a figure falls short")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--only", choices=["sleeping", "recipes"], help="only this part")
-    options = parser.parse_args(arguments)
+    made = parser(__doc__)
+    made.add_argument("--only", choices=["sleeping", "recipes"], help="only this part")
+    options = made.parse_args(arguments)
     results: dict[str, Any] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
+        **environment(),
         "sleeping": [],
         "recipes": [],
     }
@@ -185,10 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.only != "sleeping":
         results["recipes"] = [recipe_row(name) for name in RECIPES]
         show("recipes, 2 stages, by the Trainer", results["recipes"])
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-    print("\n".join(f"Falls short: {line}" for line in found) or "Nothing falls short.")
-    return 1 if options.check and found else 0
+    return finish(options, results, found)
 
 
 if __name__ == "__main__":

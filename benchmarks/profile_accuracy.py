@@ -13,11 +13,10 @@ Models: the GPT-2 recipe, and BERT (masked LM) and ResNet of `transformers` with
 Run: python benchmarks/profile_accuracy.py [--check] [--json FILE] [--rounds N] [--case NAME]
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import statistics
 import sys
 import time
@@ -31,6 +30,10 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there
+
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.capture import tree
 from lightning_autopipe.core import LayerMeasurement, ParallelLayout, PipelinePlan
 from lightning_autopipe.planner import make_plan
@@ -307,12 +310,10 @@ def shortfalls(results: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--case", choices=sorted(CASES), action="append")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--rounds", type=int, default=3)
+    made.add_argument("--case", choices=sorted(CASES), action="append")
+    options = made.parse_args()
     torch.set_num_threads(1)
     Stopwatch.host_clock = staticmethod(time.thread_time)
     results = []
@@ -331,15 +332,8 @@ def main() -> int:
             f"({', '.join(f'{ratio:.3f}' for ratio in result['time_ratios'])}), profiled in "
             f"{result['profiling_s']:.1f} s; peak by stage: {peaks}"
         )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
-    missed = shortfalls(results)
-    for line in missed:
-        print("SHORT:", line)
-    return 1 if options.check and missed else 0
+    return finish(options, {**environment(), "results": results}, shortfalls(results))
 
 
 if __name__ == "__main__":
-    # A script's own folder comes first, and has a module named like the recipes' package.
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
     sys.exit(main())

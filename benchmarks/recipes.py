@@ -14,13 +14,11 @@ single precision to some thousandths within 20 steps.
 Run: python benchmarks/recipes.py [--check] [--json FILE] [--only digits|bert]   (a few minutes a recipe on two cores)
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
 import csv
-import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -29,11 +27,14 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there, where `import recipes` would find this file
+
+from benchmarks.reporting import environment, finish, parser
+
 MIN_ACCURACY = 0.9
 MIN_BELOW_ENTROPY = 0.3
 MAX_LOSS_DIFFERENCE = 1e-9
@@ -203,22 +204,20 @@ def shortfalls_of(good: list[Result], comparisons: list[Comparison]) -> list[str
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="end with status 1 where something falls short")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--only", choices=["digits", "bert"], help="only this recipe")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="limit of each run")
-    arguments = parser.parse_args()
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--only", choices=["digits", "bert"], help="only this recipe")
+    made.add_argument("--timeout-s", type=float, default=600.0, help="limit of each run")
+    options = made.parse_args()
 
     results: dict[Case, Result] = {}
     good: list[Result] = []
     comparisons: list[Comparison] = []
     with tempfile.TemporaryDirectory() as folder:
-        for recipe in [arguments.only] if arguments.only else ["digits", "bert"]:
+        for recipe in [options.only] if options.only else ["digits", "bert"]:
             wanted, pairs = cases_of(recipe)
             for case in dict.fromkeys([*wanted, *(case for pair in pairs for case in pair)]):
-                results[case] = result = run_case(case, Path(folder), arguments.timeout_s)
+                results[case] = result = run_case(case, Path(folder), options.timeout_s)
                 below = (
                     ""
                     if result.unigram_entropy is None
@@ -237,21 +236,13 @@ def main() -> None:
                     f"{pair.max_loss_difference:.1e}, validation loss within {pair.val_loss_difference:.1e}",
                     flush=True,
                 )
-    shortfalls = shortfalls_of(good, comparisons)
-    print("\n".join(f"Falls short: {line}" for line in shortfalls) or "Nothing falls short.")
-    if arguments.json is not None:
-        report = {
-            "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__},
-            "results": [asdict(result) for result in results.values()],
-            "comparisons": [asdict(pair) for pair in comparisons],
-            "shortfalls": shortfalls,
-        }
-        arguments.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    if arguments.check and shortfalls:
-        sys.exit(1)
+    figures = {
+        **environment(),
+        "results": [asdict(result) for result in results.values()],
+        "comparisons": [asdict(pair) for pair in comparisons],
+    }
+    return finish(options, figures, shortfalls_of(good, comparisons))
 
 
 if __name__ == "__main__":
-    # Python puts this file's folder first, where `import recipes` would find this file.
-    sys.path[0] = str(ROOT)
-    main()
+    sys.exit(main())

@@ -13,10 +13,9 @@ Every case is measured against its peer in the same run, interleaved, by medians
 Run: python benchmarks/replay_overhead.py [--check] [--json FILE] [--repeats N]
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -28,6 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there
+
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.capture.cuts import CutTable, find_layers
 from lightning_autopipe.capture.draws import DrawKey
 from lightning_autopipe.capture.program import StageProgram
@@ -300,11 +303,9 @@ def shortfalls(results: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--repeats", type=int, default=15)
+    options = made.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     small = options.repeats * 4
@@ -322,12 +323,7 @@ def main() -> int:
             f"ratio {result['ratio']:.3f}  {result['microseconds_per_skipped']:.1f} us a skipped "
             f"{result['skipped_unit']} ({result['num_skipped']}){fixed}"
         )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2))
-    missed = shortfalls(results)
-    for line in missed:
-        print("SHORT:", line)
-    return 1 if options.check and missed else 0
+    return finish(options, {**environment(), "results": results}, shortfalls(results))
 
 
 if __name__ == "__main__":

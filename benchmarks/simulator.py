@@ -8,16 +8,18 @@ everything else on the machine only slows them.
 Run: python benchmarks/simulator.py [--check] [--json FILE]   (some seconds)
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there
+
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.core import ClusterTopology, Device, Link, Schedule
 from lightning_autopipe.planner import simulate
 from lightning_autopipe.planner.links import LinkNetwork
@@ -87,10 +89,7 @@ def measure(num_stages: int, num_microbatches: int, sharing: str) -> dict[str, A
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail where a limit is not held")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
+    options = parser(__doc__).parse_args()
     results = [measure(*sizes, sharing) for sizes in LIMITS_S for sharing in ("fair", "fifo")]
     failures = []
     for result in results:
@@ -101,12 +100,7 @@ def main() -> int:
         )
         if result["simulation_s"] > result["limit_s"]:
             failures.append(f"{name}: {result['simulation_s']:.4f} s is above the limit of {result['limit_s']} s")
-    if options.json:
-        options.json.write_text(json.dumps({"python": platform.python_version(), "results": results}, indent=2) + "\n")
-    if options.check and failures:
-        print("\n".join(failures), file=sys.stderr)
-        return 1
-    return 0
+    return finish(options, {**environment(), "results": results}, failures)
 
 
 if __name__ == "__main__":

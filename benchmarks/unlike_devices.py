@@ -9,12 +9,10 @@
 Run: python benchmarks/unlike_devices.py [--check] [--json FILE] [--quick]   (two minutes)
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 import sys
 import time
 from collections import Counter
@@ -25,11 +23,15 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from order_gaps import Order, a_device, gaps, orders
-from peers import dapple, pipedream, piper
-from peers.even import EVEN
-from peers.known import known
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # Python puts this file's folder there
+
+from benchmarks.order_gaps import Order, a_device, gaps, orders
+from benchmarks.peers import dapple, pipedream, piper
+from benchmarks.peers.even import EVEN
+from benchmarks.peers.known import known
+from benchmarks.reporting import environment, finish, parser
 from lightning_autopipe.core import (
     ClusterTopology,
 )
@@ -222,24 +224,16 @@ def show(results: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail where a figure falls short")
-    parser.add_argument("--quick", action="store_true", help="fewer random models")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--quick", action="store_true", help="fewer random models")
+    options = made.parse_args()
     results: dict[str, Any] = {
-        "python": platform.python_version(),
+        **environment(),
         "eight_devices": eight_devices(),
         "gaps": gaps(10 if options.quick else NUM_GAPS),
     }
     show(results)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-    found = shortfalls(results)
-    if options.check and found:
-        print("\n".join(found), file=sys.stderr)
-        return 1
-    return 0
+    return finish(options, results, shortfalls(results))
 
 
 if __name__ == "__main__":

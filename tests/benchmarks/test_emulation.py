@@ -12,6 +12,7 @@ import pytest
 from benchmarks import measured_mapping, prediction
 from benchmarks.emulation import SleepingRun, layout_of, run_sleeping
 from benchmarks.namespaces import INTERFACE, NamespacesUnavailableError, two_servers
+from benchmarks.reporting import SKIPPED_STATUS
 from lightning_autopipe.planner.simulator import simulate
 from lightning_autopipe.planner.workload import StageWork, StepWork, UnitWork
 from lightning_autopipe.schedules import one_f_one_b
@@ -93,6 +94,6 @@ def test_what_was_made_is_removed_where_limits_are_not_permitted(monkeypatch: py
 
 def test_what_is_skipped_does_not_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("benchmarks.namespaces.shutil.which", lambda command: None)
-    assert measured_mapping.main(["--check"]) == 1
+    assert measured_mapping.main(["--check"]) == SKIPPED_STATUS
     assert "SKIPPED, nothing was measured: there is no command 'ip'" in capsys.readouterr().err
     assert measured_mapping.main([]) == 0
