@@ -20,7 +20,10 @@ _MARKS = {"passed": "yes", "failed": "**no**"}
 
 
 class ConformanceReport:
-    """A plugin of pytest: collects outcomes, and writes the table at the end."""
+    """A plugin of pytest: collects outcomes, and writes the table at the end.
+
+    Lines of test files that were not run stay as they are.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,8 +38,14 @@ class ConformanceReport:
 
     def pytest_sessionfinish(self) -> None:
         names = [f"{num_stages}x{num_replicas}" for num_stages, num_replicas in ALL_LAYOUTS]
-        lines = [f"| item | {' | '.join(names)} | test |", f"| --- |{' --- |' * (len(names) + 1)}"]
-        for (item, test), layouts in sorted(self._found.items()):
+        lines = self._lines_of_others()
+        for (item, test), layouts in self._found.items():
             marks = [layouts.get(name, "") for name in names]
             lines.append(f"| {item} | {' | '.join(_MARKS.get(mark, mark) for mark in marks)} | [{test}](../{test}) |")
-        self._path.write_text(_HEADER + "\n".join(lines) + "\n")
+        heads = [f"| item | {' | '.join(names)} | test |", f"| --- |{' --- |' * (len(names) + 1)}"]
+        self._path.write_text(_HEADER + "\n".join([*heads, *sorted(lines)]) + "\n")
+
+    def _lines_of_others(self) -> list[str]:
+        run = {f"[{test}](../{test}) |" for _, test in self._found}
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [line for line in lines if line.endswith(".py) |") and not line.endswith(tuple(run))]
