@@ -41,6 +41,7 @@ test: $(INSTALLED)
 	$(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile $(TEST_ARGS)
 
 conformance: $(INSTALLED)
+	rm -f docs/conformance.md
 	$(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile tests/conformance --layouts all \
 		--conformance-report docs/conformance.md $(TEST_ARGS)
 

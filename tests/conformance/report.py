@@ -22,7 +22,7 @@ _MARKS = {"passed": "yes", "failed": "**no**"}
 class ConformanceReport:
     """A plugin of pytest: collects outcomes, and writes the table at the end.
 
-    Lines of test files that were not run stay as they are.
+    Lines of items that were not run stay as they are.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,14 +38,16 @@ class ConformanceReport:
 
     def pytest_sessionfinish(self) -> None:
         names = [f"{num_stages}x{num_replicas}" for num_stages, num_replicas in ALL_LAYOUTS]
-        lines = self._lines_of_others()
+        lines = self._lines()
         for (item, test), layouts in self._found.items():
             marks = [layouts.get(name, "") for name in names]
-            lines.append(f"| {item} | {' | '.join(_MARKS.get(mark, mark) for mark in marks)} | [{test}](../{test}) |")
+            lines[item, f"[{test}](../{test})"] = " | ".join(_MARKS.get(mark, mark) for mark in marks)
         heads = [f"| item | {' | '.join(names)} | test |", f"| --- |{' --- |' * (len(names) + 1)}"]
-        self._path.write_text(_HEADER + "\n".join([*heads, *sorted(lines)]) + "\n")
+        table = [f"| {item} | {marks} | {test} |" for (item, test), marks in sorted(lines.items())]
+        self._path.write_text(_HEADER + "\n".join([*heads, *table]) + "\n")
 
-    def _lines_of_others(self) -> list[str]:
-        run = {f"[{test}](../{test}) |" for _, test in self._found}
+    def _lines(self) -> dict[tuple[str, str], str]:
+        """Of the table as it is, the marks by item and test."""
         lines = self._path.read_text().splitlines() if self._path.exists() else []
-        return [line for line in lines if line.endswith(".py) |") and not line.endswith(tuple(run))]
+        cells = [line.strip("| ").split(" | ") for line in lines if line.endswith(".py) |")]
+        return {(item, test): " | ".join(marks) for item, *marks, test in cells}
