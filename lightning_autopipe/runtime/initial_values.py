@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_autopipe.capture.absent import AbsentTensor, AbsentValueError, computing_shapes, is_absent
+from lightning_autopipe.runtime.placement import exchange
 from lightning_autopipe.runtime.recorded_calls import SMALL, RecordedCall, Reference, as_recorded, plainly, storage_of
 
 _META = torch.device("meta")
@@ -65,6 +66,16 @@ class InitialValues:
                 stack.enter_context(mode)
             stack.callback(self._scratch.clear)
             yield
+
+    def take_over(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Let a parameter that has its values get them when they are asked for; gives the object to use from now on."""
+        with torch.no_grad():
+            source = parameter.detach()
+            absent = AbsentTensor(torch.empty_like(source, device=_META), source.device, home=_HOME)
+            self.record(_aten.clone.default, (source,), {}, [absent], frozenset())
+            with self.recording():
+                taken_over = nn.Parameter(absent, requires_grad=parameter.requires_grad)
+            return exchange(parameter, taken_over)
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether the tensor's values can be computed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.optim import Optimizer
 from lightning_autopipe.capture.absent import is_absent
 from lightning_autopipe.profiling.unchanged import state_tensors
 from lightning_autopipe.runtime.initial_values import InitialValues
-from lightning_autopipe.runtime.placement import exchange
+from lightning_autopipe.runtime.mapped_files import in_mapped_files
+from lightning_autopipe.runtime.placement import assign_parameter, exchange
+from lightning_autopipe.runtime.recorded_calls import SMALL
 from lightning_autopipe.strategy.communicator import Communicator
 
 
@@ -42,16 +45,22 @@ class ConfiguredModel:
         return self._values.knows(tensor)
 
     @contextlib.contextmanager
-    def building(self, module: nn.Module, communicator: Communicator) -> Iterator[None]:
-        """A context for `configure_model`. Collective over all ranks: they draw as global rank 0 does."""
+    def building(self, module: nn.Module, communicator: Communicator) -> Iterator[list[nn.Module]]:
+        """A context for `configure_model`. Collective over all ranks: they draw as global rank 0 does.
+
+        It gives a list of what is built, to which copies of the module are added.
+        """
+        built = [module]
         own = _collect_rng_states()
         first = communicator.broadcast_in_world(own)
         _set_rng_states(first)
         with self._values.recording():
-            yield
+            yield built
         if not _is_same_state(own["torch"], first["torch"]):
             _set_rng_states(own)
-        self._make([tensor for tensor in state_tensors(module) if self._values.knows(tensor)])
+        for one in built:
+            self._make([tensor for tensor in state_tensors(one) if self._values.knows(tensor)])
+        self._leave_in_files(module)
         if not any(map(self._values.knows, module.parameters())):
             self._values.forget()
 
@@ -75,6 +84,16 @@ class ConfiguredModel:
             state.update(zip(pending, self._values.compute(list(pending.values())), strict=True))
         self._values.forget()
 
+    def _leave_in_files(self, module: nn.Module) -> None:
+        """Lets parameters that a library has mapped from a file be read by the ranks that keep them, and no others."""
+        mapped = [parameter for parameter in in_mapped_files(module.parameters()) if parameter.numel() >= SMALL]
+        uses = Counter(map(_memory_of, mapped))
+        # What lies in the same memory must go on doing so.
+        taken = {id(p): self._values.take_over(p) for p in mapped if uses[_memory_of(p)] == 1}
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            if id(parameter) in taken:
+                assign_parameter(module, name, taken[id(parameter)])
+
     def _make(self, tensors: Sequence[Tensor]) -> None:
         """Give tensors that are no parameters their values, in place."""
         for tensor, value in zip(tensors, self._values.compute(tensors), strict=True):
@@ -83,3 +102,7 @@ class ConfiguredModel:
 
 def _is_same_state(one: Tensor, other: Tensor) -> bool:
     return bool((one == other).all())
+
+
+def _memory_of(parameter: nn.Parameter) -> int:
+    return parameter.untyped_storage().data_ptr()

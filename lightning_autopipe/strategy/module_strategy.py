@@ -30,7 +30,7 @@ from lightning_autopipe.strategy.refusals import explain_several_optimizers, ref
 from lightning_autopipe.strategy.stopping import SharedStopping
 from lightning_autopipe.strategy.termination import SharedTermination
 from lightning_autopipe.strategy.training_steps import TRAINING_STEP
-from lightning_autopipe.strategy.weight_averaging import average_parts, averaging_callbacks
+from lightning_autopipe.strategy.weight_averaging import AveragesOfParts, average_parts, averaging_callbacks
 
 
 class Installable(Protocol):
@@ -80,11 +80,17 @@ class ModuleStrategy(PlanningStrategy):
     @contextlib.contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Lightning enters this for ``configure_model``: no rank makes more than its own stage's parameters."""
+        with self._building():
+            yield
+
+    @contextlib.contextmanager
+    def _building(self) -> Iterator[list[nn.Module]]:
+        """A context for what makes the module, and copies of it that are added to the list."""
         module = self.lightning_module
         assert module is not None
         before = list(module.parameters())
-        with self.naming_first_error(), self._configured.building(module, self.communicator):
-            yield
+        with self.naming_first_error(), self._configured.building(module, self.communicator) as built:
+            yield built
         after = list(module.parameters())
         if len(before) != len(after) or any(p is not q for p, q in zip(before, after, strict=True)):
             self._session = None  # it knows a module that is no more
@@ -98,6 +104,7 @@ class ModuleStrategy(PlanningStrategy):
         refuse_callbacks(self.callbacks)
         if averaging_callbacks(self.callbacks):
             self._make_whole(module)  # they copy it in their setup, which comes next
+            self._install(AveragesOfParts(self.callbacks, self._building, self._configured.recording))
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None

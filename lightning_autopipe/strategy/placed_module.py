@@ -101,10 +101,11 @@ class PlacedModule:
             self._move_to(self._device)
 
     def make(self, names: Collection[str]) -> None:
-        """Gives those of these parameters their first values that have none yet; others will not get any here."""
+        """Gives those of these parameters, and of their copies, their first values; others will not get any here."""
         if not self._configured.is_pending:
             return
-        self._fill(self.module, self._configured.values(self.module, names))
+        for module in (self.module, *self.copies):
+            self._fill(module, self._configured.values(module, names))
         for whole in self.optimizers:
             whole.rebind(self.module)
         self._configured.finish([whole.optimizer for whole in self.optimizers])

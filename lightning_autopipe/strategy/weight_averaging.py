@@ -8,12 +8,14 @@ and the callback's own code is given what is here of both. In checkpoints the av
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_autopipe.capture.absent import is_absent
@@ -55,6 +57,54 @@ def average_parts(
             _change_stochastic_weight_averaging(callback, average, gather)
             copies.append(average)
     return copies
+
+
+class AveragesOfParts:
+    """Lets `WeightAveraging` build and copy a module of `configure_model` whose large parameters have no values yet.
+
+    It calls that hook itself, in its ``setup``, where Lightning's own context for it is not entered.
+
+    Args:
+        callbacks: The Trainer's.
+        building: A context for what makes the module, with a list to which the copy is added.
+        recording: A context for what reads or writes parameters before the first batch.
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[pl.Callback],
+        building: Callable[[], AbstractContextManager[list[nn.Module]]],
+        recording: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._callbacks = [callback for callback in averaging_callbacks(callbacks) if isinstance(callback, _WeightAveraging)]
+        self._building = building
+        self._recording = recording
+
+    def install(self) -> None:
+        """Changes methods of the callbacks; `remove` changes them back."""
+        for callback in self._callbacks:
+            vars(callback)["setup"] = partial(self._set_up, callback)
+            vars(callback)["on_load_checkpoint"] = partial(self._load, callback)
+
+    def remove(self) -> None:
+        """Undoes `install`."""
+        for callback in self._callbacks:
+            vars(callback).pop("setup", None)
+            vars(callback).pop("on_load_checkpoint", None)
+
+    def _set_up(self, callback: Any, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        set_up = partial(type(callback).setup, callback, trainer, module, stage)
+        if not is_overridden("configure_model", module):
+            set_up()
+            return
+        with self._building() as built:
+            set_up()
+            if callback._average_model is not None:
+                built.append(callback._average_model)
+
+    def _load(self, callback: Any, *args: Any) -> None:
+        with self._recording():
+            type(callback).on_load_checkpoint(callback, *args)
 
 
 class _Part:
