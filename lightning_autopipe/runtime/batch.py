@@ -87,7 +87,7 @@ def find_split(
     """
     units = dict(_units(batch))
     for path, leaf in units.items():
-        if not isinstance(leaf, (Tensor, list, *_SCALARS)):
+        if not isinstance(leaf, (Tensor, list, tuple, *_SCALARS)):
             raise BatchError(
                 f"The batch holds a {type(leaf).__name__} at {_told(path)}, which cannot be split into micro-batches. "
                 "Use tensors, lists, tuples, mappings or dataclasses, or set num_microbatches=1."
@@ -223,8 +223,14 @@ def _leading_sizes(units: Mapping[tree.LeafPath, Any]) -> Counter[int]:
 
 
 def _units(batch: Any, path: tree.LeafPath = ()) -> list[tuple[tree.LeafPath, Any]]:
-    """Leaves of a batch, where a list of plain values (strings, numbers) counts as one leaf."""
+    """Leaves of a batch, where a list of plain values or a tuple of strings counts as one leaf.
+
+    Of the names of samples torch's collation makes a list where samples are mappings, a tuple where they are tuples.
+    """
     if isinstance(batch, list) and batch and all(isinstance(item, _SCALARS) for item in batch):
+        return [(path, batch)]
+    is_in_batch = len(path) > 1  # not the arguments themselves
+    if type(batch) is tuple and is_in_batch and batch and all(isinstance(item, (str, bytes)) for item in batch):
         return [(path, batch)]
     if not tree.is_container(batch):
         return [(path, batch)]
@@ -232,11 +238,11 @@ def _units(batch: Any, path: tree.LeafPath = ()) -> list[tuple[tree.LeafPath, An
 
 
 def _is_splittable(leaf: Any, dim: int) -> bool:
-    return (isinstance(leaf, Tensor) and leaf.dim() > dim) or (isinstance(leaf, list) and dim == 0)
+    return (isinstance(leaf, Tensor) and leaf.dim() > dim) or (isinstance(leaf, (list, tuple)) and dim == 0)
 
 
 def _size(leaf: Any, dim: int) -> int:
-    return len(leaf) if isinstance(leaf, list) else int(leaf.shape[dim])
+    return len(leaf) if isinstance(leaf, (list, tuple)) else int(leaf.shape[dim])
 
 
 def _split_leaf(leaf: Any, dim: int, sizes: Sequence[int]) -> Sequence[Any]:
@@ -250,7 +256,7 @@ def _resize(leaf: Any, dim: int, num_samples: int) -> Any:
     indices = [index % max(_size(leaf, dim), 1) for index in range(num_samples)]
     if isinstance(leaf, Tensor):
         return leaf.index_select(dim, torch.tensor(indices, device=leaf.device))
-    return [leaf[index] for index in indices]
+    return type(leaf)(leaf[index] for index in indices)
 
 
 def _replace(batch: Any, new: Mapping[tree.LeafPath, Any], path: tree.LeafPath = ()) -> Any:

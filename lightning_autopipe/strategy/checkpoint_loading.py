@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_autopipe.checkpoints.shard_reader import ShardFolder
 from lightning_autopipe.core.errors import CheckpointError
@@ -36,6 +40,20 @@ def load_any(load_file: Callable[[bool | None], Any], path: _PATH, weights_only:
             "weights with the module's load_state_dict before fit"
         )
     return checkpoint
+
+
+def file_loader(io: CheckpointIO, path: _PATH) -> Callable[[bool | None], Any]:
+    """How a checkpoint's file is read: on this machine's disks each tensor when it is used, else by Lightning's way.
+
+    All processes read the same file, and each uses no more than its stage's part.
+
+    Args:
+        io: The Trainer's; one of the user's reads by itself.
+        path: Of the file.
+    """
+    if type(io) is not TorchCheckpointIO or "://" in str(path) or not zipfile.is_zipfile(path):
+        return lambda weights_only: io.load_checkpoint(path, weights_only=weights_only)
+    return lambda weights_only: torch.load(os.fspath(path), map_location="cpu", weights_only=weights_only, mmap=True)
 
 
 def _load_file(load: Callable[[], Any], path: _PATH) -> Any:

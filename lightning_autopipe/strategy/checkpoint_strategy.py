@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_autopipe.strategy.checkpoint_loading import load_any
+from lightning_autopipe.strategy.checkpoint_loading import file_loader, load_any
 from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
 from lightning_autopipe.strategy.module_strategy import ModuleStrategy
 from lightning_autopipe.strategy.optimizers import unwrapped
@@ -122,7 +121,7 @@ class CheckpointStrategy(ModuleStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         if self._known_checkpoints is not None:
             self._known_checkpoints.wait()
-        return load_any(partial(super().load_checkpoint, checkpoint_path), checkpoint_path, weights_only)
+        return load_any(file_loader(self.checkpoint_io, checkpoint_path), checkpoint_path, weights_only)
 
     @property
     def _checkpoints(self) -> ConsolidatedCheckpoints | ShardedCheckpoints:

@@ -27,6 +27,7 @@ from lightning_autopipe.strategy.placement import fill_placeholders
 from lightning_autopipe.strategy.planning_strategy import PlanningStrategy
 from lightning_autopipe.strategy.predictions import unsilence_writers
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_callbacks, refuse_unsupported
+from lightning_autopipe.strategy.shared_decisions import SharedDecisions
 from lightning_autopipe.strategy.stopping import SharedStopping
 from lightning_autopipe.strategy.termination import SharedTermination
 from lightning_autopipe.strategy.training_steps import TRAINING_STEP
@@ -119,13 +120,14 @@ class ModuleStrategy(PlanningStrategy):
         self._compilation.begin()
         self._begin_session(module)
         self._compilation.serve(self.session.pipeline, self._compiler)
-        self._termination = SharedTermination(trainer, self._follow_signals)
+        decisions = SharedDecisions(self.any_rank)
+        self._termination = SharedTermination(trainer, decisions, self._follow_signals)
         self._hook_log = HookLog(trainer, self.communicator)
         running_step = self.session.running_step
         self._install(
             LightningPatches(trainer, self.communicator, share_attributes=running_step.attributes.share),
             self._termination,
-            SharedStopping(trainer, self.any_rank),
+            SharedStopping(trainer, decisions),
             self._hook_log,
             running_step.metrics,
         )
@@ -190,7 +192,7 @@ class ModuleStrategy(PlanningStrategy):
     def _follow_signals(self) -> None:
         assert self._termination is not None
         try:
-            self._termination.follow(self.any_rank)
+            self._termination.follow()
         except SIGTERMException:
             self._ends_together = True
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_autopipe.capture.source_lines import line_of_function
@@ -41,6 +41,7 @@ class WholeOptimizer:
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._groups: list[_Group] = []
+        self._is_from_file = False
         self._keeps_state: Callable[[str], bool] = lambda name: True
         if self._is_mock:
             return
@@ -127,6 +128,7 @@ class WholeOptimizer:
         if self._is_mock:
             return
         self._check_groups(whole)
+        self._is_from_file = True
         if not self.is_pruned:
             self.optimizer.load_state_dict(dict(whole))
             return
@@ -147,6 +149,15 @@ class WholeOptimizer:
                 if ids[position] in whole["state"] and self._keeps_state(self._names[position]):
                     state[index] = whole["state"][ids[position]]
         self.optimizer.load_state_dict({**whole, "state": state, "param_groups": groups})
+        self.leave_file()
+
+    def leave_file(self) -> None:
+        """Copies what this rank keeps of a loaded state: until now it may lie in the mapped file of a checkpoint."""
+        if not self._is_from_file:
+            return
+        self._is_from_file = False
+        for state in self.optimizer.state.values():
+            state.update({key: value.clone() for key, value in state.items() if isinstance(value, Tensor)})
 
     def _check_groups(self, whole: Mapping[str, Any]) -> None:
         saved = [len(group["params"]) for group in whole["param_groups"]]

@@ -135,6 +135,8 @@ class PlacedModule:
                     source_ranks=tuple(layout.global_rank(stage_index, index) for index in range(layout.num_replicas)),
                     replica_index=self._communicator.replica_index,
                 )
+        for whole in self.optimizers:
+            whole.leave_file()
 
     @property
     def is_spread(self) -> bool:

@@ -29,7 +29,9 @@ _log = logging.getLogger(__name__)
 
 
 class ReplanningWatch:
-    """Compares medians over some steps with the plan, again and again; rank 0 warns, once for each new state.
+    """Compares medians over some steps with the plan, again and again; rank 0 warns, once for each new finding.
+
+    A finding is what there is to gain: other cuts, or none.
 
     What the ranks tell each other travels with a step's report; an error in here ends nothing but the watch.
 
@@ -48,6 +50,8 @@ class ReplanningWatch:
         self._planned: tuple[StageTimes, ...] = ()
         self._latest: dict[tuple[int, int], StageTimes] = {}
         self._warned: dict[tuple[int, int], float] = {}
+        self._told: set[tuple[int, ...] | None] = set()
+        """What was found to be gained: by these cuts, by none, or (None) not known."""
         self._is_broken = False
 
     def before_step(self, number: int) -> None:
@@ -109,6 +113,10 @@ class ReplanningWatch:
         if abs(worst.whole - 1) <= THRESHOLD:
             return ""  # as planned again
         found = replan(plan, ratios, cluster=self._cluster)
+        finding = None if found is None else tuple(found.partition.cut_points) if found.gain >= _ENOUGH_GAIN else ()
+        if finding in self._told:
+            return ""  # on a busy machine times go up and down, and there is nothing new to do
+        self._told.add(finding)
         return _text(worst, len(ratios), found)
 
 

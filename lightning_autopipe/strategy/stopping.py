@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+
+from lightning_autopipe.strategy.shared_decisions import SharedDecisions
 
 
 class SharedStopping:
@@ -18,13 +19,15 @@ class SharedStopping:
 
     Args:
         trainer: Whose loops.
-        on_any_rank: For each of some decisions whether it is True on some rank. Collective over all ranks.
+        decisions: Asks all ranks.
     """
 
-    def __init__(self, trainer: pl.Trainer, on_any_rank: Callable[[Sequence[bool]], Sequence[bool]]) -> None:
+    def __init__(self, trainer: pl.Trainer, decisions: SharedDecisions) -> None:
         self._trainer = trainer
-        self._on_any_rank = on_any_rank
+        self._decisions = decisions
         self._has_validated = False
+        decisions.add("stop", lambda: self._trainer.should_stop)
+        decisions.add("validate", self._is_due)
 
     def install(self) -> None:
         """Changes methods of the loops of this run; `remove` changes them back."""
@@ -35,15 +38,14 @@ class SharedStopping:
 
         def should_check_val_fx(data_fetcher: Any) -> bool:
             trainer: Any = self._trainer
-            interval_s = getattr(trainer, "_val_check_time_interval", None)
-            is_due = interval_s is not None and time.monotonic() - trainer._last_val_time >= interval_s
-            trainer.should_stop, is_due = self._on_any_rank((trainer.should_stop, is_due))
-            if interval_s is not None:
-                # Lightning compares with this and the clock of its own; to be due is to have never validated.
-                last_s, trainer._last_val_time = trainer._last_val_time, -math.inf if is_due else math.inf
+            is_due = self._share()["validate"]
+            if self._interval_s is None:
+                self._has_validated = bool(should_validate(data_fetcher))
+                return self._has_validated
+            # Lightning compares with this and the clock of its own; to be due is to have never validated.
+            last_s, trainer._last_val_time = trainer._last_val_time, -math.inf if is_due else math.inf
             self._has_validated = bool(should_validate(data_fetcher))
-            if interval_s is not None:
-                trainer._last_val_time = last_s
+            trainer._last_val_time = last_s
             return self._has_validated
 
         def on_batch_end(data_fetcher: Any) -> None:
@@ -67,5 +69,15 @@ class SharedStopping:
         fit_loop.epoch_loop.__dict__.pop("on_advance_end", None)
         fit_loop.__dict__.pop("on_advance_end", None)
 
-    def _share(self) -> None:
-        (self._trainer.should_stop,) = self._on_any_rank((self._trainer.should_stop,))
+    @property
+    def _interval_s(self) -> float | None:
+        return getattr(self._trainer, "_val_check_time_interval", None)
+
+    def _is_due(self) -> bool:
+        trainer: Any = self._trainer
+        return self._interval_s is not None and time.monotonic() - trainer._last_val_time >= self._interval_s
+
+    def _share(self) -> dict[str, bool]:
+        answers = self._decisions.ask()
+        self._trainer.should_stop = answers["stop"]
+        return answers

@@ -76,7 +76,9 @@ class AveragesOfParts:
         building: Callable[[], AbstractContextManager[list[nn.Module]]],
         recording: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._callbacks = [callback for callback in averaging_callbacks(callbacks) if isinstance(callback, _WeightAveraging)]
+        self._callbacks = [
+            callback for callback in averaging_callbacks(callbacks) if isinstance(callback, _WeightAveraging)
+        ]
         self._building = building
         self._recording = recording
 

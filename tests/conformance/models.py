@@ -45,6 +45,28 @@ class RecomputedModule(MlpModule):
         return self.head(x).squeeze(-1)
 
 
+class RecomputedIdsModule(LanguageModule):
+    """Row 21: an embedding of ids and a layer are recomputed as one; no input of that requires grad.
+
+    torch's re-entrant kind gives such a region no gradients, whatever runs it; its documentation asks for an input
+    that requires one.
+    """
+
+    def __init__(self, *, reentrant: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        needs_grad = torch.zeros((), dtype=self.embedding.weight.dtype, requires_grad=self.reentrant)
+        h = checkpoint(self._begin, tokens, needs_grad, use_reentrant=self.reentrant)
+        for block in self.blocks[1:]:
+            h = h + checkpoint(block, h, use_reentrant=self.reentrant)
+        return self.head(h)
+
+    def _begin(self, tokens: Tensor, needs_grad: Tensor) -> Tensor:
+        return self.blocks[0](self.embedding(tokens) + needs_grad)
+
+
 class StatisticsModule(MlpModule):
     """A normalization beside each block: what one sees does not depend on how another normalizes. Learns nothing."""
 

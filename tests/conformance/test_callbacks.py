@@ -34,6 +34,7 @@ from torch import nn
 
 from tests.conformance.items import Item, make_test
 from tests.conformance.test_logging import Memory, written
+from tests.strategy.configured_modules import ConfiguredModule
 from tests.strategy.modules import WIDTH, InOrder, LanguageModule, MlpModule, regression_data, token_data
 from tests.strategy.runs import Fit
 
@@ -124,6 +125,29 @@ def tuned(trainer: Any, module: Any) -> Any:
     assert finder is not None
     values = {name: float(p.detach().sum()) for name, p in module.named_parameters()} if trainer.is_global_zero else 0
     return (finder.results, values) if trainer.is_global_zero else None
+
+
+class ExampleModule(MlpModule):
+    """Has an input for its summary."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.example_input_array = torch.zeros(2, WIDTH, dtype=torch.float64)
+
+
+class TextOfSummary(pl.Callback):
+    """The summary's text before the fit, with the sizes of inputs and outputs."""
+
+    text = ""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.text = str(pl.utilities.model_summary.ModelSummary(module, max_depth=-1))
+
+
+def text_of_summary(trainer: Any, module: Any) -> str:
+    text = next(callback.text for callback in trainer.callbacks if isinstance(callback, TextOfSummary))
+    assert f"[2, {WIDTH}]" in text
+    return text
 
 
 class TotalsOfSummary(pl.Callback):
@@ -229,6 +253,15 @@ ITEMS = {
             after=totals,
         )
     ),
+    "ModelSummary: example_input_array, max_depth=-1": Item(
+        fit=Fit(
+            module_class=ExampleModule,
+            data=DATA,
+            callbacks=(TextOfSummary, partial(ModelSummary, max_depth=-1)),
+            trainer_options={"enable_model_summary": True},
+            after=text_of_summary,
+        )
+    ),
     "BackboneFinetuning": Item(
         fit=Fit(
             module_class=FinetunedModule,
@@ -246,6 +279,17 @@ ITEMS = {
             trainer_options={"max_epochs": 2, "num_sanity_val_steps": 1},
             after=saved_average,
         )
+    ),
+    "EMAWeightAveraging: of a module built in configure_model": Item(
+        fit=Fit(
+            module_class=ConfiguredModule,
+            module_options={"optimizer": "adamw"},
+            data=DATA,
+            callbacks=(averaging(EMAWeightAveraging, decay=0.7),),
+            trainer_options={"max_epochs": 2, "num_sanity_val_steps": 1},
+            after=saved_average,
+        ),
+        tolerance=1e-6,  # Lightning makes the average in float32 there
     ),
     "WeightAveraging: every other step": Item(
         fit=Fit(

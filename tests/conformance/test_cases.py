@@ -1,4 +1,4 @@
-"""Rows of the table of what users of pipelines have reported, as items: 4, 5, 6, 9, 10, 13, 16, 18 and 19.
+"""Rows of the table of what users of pipelines have reported, as items: 4, 5, 6, 9, 10, 13, 16, 18, 19 and 21.
 
 Rows 4 and 5, dropout under recomputation and statistics of batch normalization, are in `test_models` too.
 """
@@ -16,6 +16,7 @@ from tests.conformance.models import (
     DropoutModule,
     NothingChanges,
     PaddedBertModule,
+    RecomputedIdsModule,
     SkipModule,
     StatisticsModule,
     buffers,
@@ -66,6 +67,12 @@ ITEMS = {
     "row 18: a skip over blocks": Item(fit=fit(SkipModule)),
     "row 19: one rotary module at several points": Item(fit=fit(RotaryModule, SEQUENCES)),
     "row 19: GPT-2": Item(fit=fit(CausalModule, SEQUENCES)),
+    "row 21: all recomputed, where no input requires grad": Item(
+        fit=fit(RecomputedIdsModule, SEQUENCES, reentrant=False)
+    ),
+    "row 21: all recomputed re-entrantly, where no input requires grad": Item(
+        fit=fit(RecomputedIdsModule, SEQUENCES, reentrant=True)
+    ),
 }
 
 

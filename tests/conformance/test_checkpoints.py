@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import warnings
 from dataclasses import fields
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_autopipe.checkpoints.consolidation import consolidate
 from lightning_autopipe.strategy import AutoPipeStrategy
@@ -94,6 +96,56 @@ def kept(trainer: Any, module: Any) -> Any:
     return names, best, last, losses
 
 
+def hpc_resumed(trainer: Any, module: Any) -> Any:
+    """The parameters after another epoch of a new module, from the newer one of a scheduler's checkpoints."""
+    folder = shared_folder(trainer)
+    for version in (1, 2):
+        trainer.save_checkpoint(folder / f"hpc_ckpt_{version}.ckpt")
+    strategy: Any = "auto"
+    if isinstance(trainer.strategy, AutoPipeStrategy):
+        options = trainer.strategy.options
+        strategy = AutoPipeStrategy(**{field.name: getattr(options, field.name) for field in fields(options)})
+    resumed = seeded(MlpModule, lr=0.7)
+    again = quiet_trainer(strategy, num_processes=trainer.world_size, max_epochs=2, default_root_dir=str(folder))
+    again.fit(resumed, datamodule=trainer.datamodule, ckpt_path="hpc")
+    assert again.ckpt_path == str(folder / "hpc_ckpt_2.ckpt")
+    if not again.is_global_zero:
+        return None
+    shutil.rmtree(folder)
+    return plain_values(dict(resumed.state_dict()))
+
+
+class TellsOfException(OnExceptionCheckpoint):
+    """Fails on all ranks, and prints what becomes of the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(tempfile.gettempdir(), f"exception-{os.getpid()}")
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        raise KeyError("of the user's")
+
+    def on_exception(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            super().on_exception(trainer)
+        path = Path(self.ckpt_path)
+        print(*(warning.message for warning in told), "It was written" if path.exists() else "")
+        path.unlink(missing_ok=True)
+
+
+def kept_item(**options: Any) -> Item:
+    return Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=partial(InOrder, regression_data(24), regression_data(8, seed=1), batch_size=8),
+            trainer_options={"max_epochs": 3, "enable_checkpointing": True},
+            callbacks=[partial(KeepsBest, filename="{epoch}-{step}", **options)],
+            after=kept,
+        ),
+        tolerance=1e-9,
+    )
+
+
 def resumed_item(file_format: str, *, data: Any, module_class: Any = MlpModule, **changes: Any) -> Item:
     resume_with = changes.pop("resume_with", {})
     return Item(
@@ -144,6 +196,25 @@ ITEMS = {
     "checkpoints: the best and the last are kept, as files": keeping_item("consolidated"),
     "checkpoints: the best and the last are kept, as folders": keeping_item("sharded"),
     "checkpoints: the best and the last are kept, written in the background": keeping_item("sharded_async"),
+    "checkpoints: save_on_train_epoch_end, by a value of the epoch": kept_item(
+        save_on_train_epoch_end=True, monitor="train_loss_epoch", save_top_k=2, save_last=True
+    ),
+    "checkpoints: train_time_interval, behind every batch": kept_item(
+        train_time_interval=timedelta(microseconds=1), save_top_k=-1
+    ),
+    "checkpoints: ckpt_path='hpc'": Item(fit=Fit(module_class=MlpModule, data=NUMBERS, after=hpc_resumed)),
+    "checkpoints: ckpt_path='registry'": Item(
+        fit=Fit(module_class=MlpModule, data=NUMBERS, ckpt_path="registry"), refused="registry"
+    ),
+    "checkpoints: OnExceptionCheckpoint, where rank 0 has all or not": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=NUMBERS,
+            callbacks=[TellsOfException],
+            trainer_options={"enable_checkpointing": True},
+        ),
+        refused=r"It was written|no checkpoint is written to .* Resume from the last regular checkpoint",
+    ),
 }
 
 test_item = make_test(ITEMS)

@@ -111,6 +111,20 @@ class LoggingModule(ClassifierModule):
         self.log("unlogged", 1.0)
 
 
+class CollectionModule(ClassifierModule):
+    """Logs a collection of metrics of a step, by their objects."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        self.val_metrics(logits, y)
+        self.log_dict(self.val_metrics, on_step=True, on_epoch=True)
+        return F.cross_entropy(logits, y)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
 def result_of_test(trainer: Any, module: Any) -> Any:
     rows = written(trainer, module)
     result = trainer.test(module, datamodule=trainer.datamodule, verbose=False)
@@ -267,6 +281,9 @@ ITEMS = {
             after=result_of_test,
         ),
         tolerance=1e-6,  # torchmetrics keeps its sums in float32
+    ),
+    "log: a MetricCollection in training, of steps and epochs": Item(
+        fit=Fit(module_class=CollectionModule, data=partial(InOrder, class_data(16), batch_size=8)), tolerance=1e-6
     ),
     "log: values kept by steps for on_train_epoch_end and on_validation_epoch_end": Item(
         fit=Fit(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Timer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_autopipe.strategy import AutoPipeStrategy
 from tests.conformance.items import Item, make_test
 from tests.strategy.modules import CombinedData, InOrder, MixedModule, MlpModule, in_order, numbers, regression_data
 from tests.strategy.runs import Fit
@@ -93,6 +94,29 @@ class CountedData(InOrder):
 def calls_of_data(trainer: Any, module: Any) -> Any:
     trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
     return trainer.datamodule.calls
+
+
+class PreparedData(InOrder):
+    """Counts how often it is prepared and set up."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_prepared = self.num_set_up = 0
+
+    def prepare_data(self) -> None:
+        self.num_prepared += 1
+
+    def setup(self, stage: str) -> None:
+        assert isinstance(self.trainer.datamodule, PreparedData)  # type: ignore[union-attr]
+        self.num_set_up += 1
+
+
+def prepared(trainer: Any, module: Any) -> Any:
+    """By all processes of a node together, and by each."""
+    counts = trainer.datamodule.num_prepared, trainer.datamodule.num_set_up
+    strategy = trainer.strategy
+    found = strategy.communicator.gather_in_world(counts) if isinstance(strategy, AutoPipeStrategy) else [counts]
+    return sum(num_prepared for num_prepared, _ in found), {num_set_up for _, num_set_up in found}
 
 
 class SkippingModule(MlpModule):
@@ -247,6 +271,12 @@ ITEMS = {
                 "use_distributed_sampler": False,
             },
         )
+    ),
+    "loops: prepare_data once a node, setup in each process": Item(
+        fit=Fit(module_class=MlpModule, data=partial(PreparedData, regression_data(16), batch_size=8), after=prepared)
+    ),
+    "flags: profiler=pytorch": Item(
+        fit=Fit(module_class=MlpModule, data=DATA, trainer_options={"profiler": "pytorch", "max_steps": 1})
     ),
     "flags: profiler=advanced": Item(
         fit=Fit(module_class=MlpModule, data=DATA, trainer_options={"profiler": "advanced", "max_steps": 1})

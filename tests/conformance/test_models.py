@@ -32,7 +32,7 @@ from tests.strategy.compiled_modules import (
     WhollyCompiledModule,
     has_compiled,
 )
-from tests.strategy.configured_modules import ConfiguredLanguageModule, ConfiguredModule
+from tests.strategy.configured_modules import ConfiguredCausalModule, ConfiguredLanguageModule, ConfiguredModule
 from tests.strategy.modules import InOrder, largest_difference, regression_data, token_data
 from tests.strategy.runs import Fit, Report, fit_in_processes
 
@@ -68,6 +68,12 @@ def draws_as_one_stage(name: str) -> Callable[[Report, list[Report]], None]:
         assert largest_difference(plain.values, ranks[0].values) > 1e-6, "nothing is drawn"
 
     return check
+
+
+def draws_in_halves(plain: Report, ranks: list[Report]) -> None:
+    """The check that two micro-batches in halves draw as four do on one stage (where nothing is sliced)."""
+    if set(ranks[0].gradients[0]) != set(plain.gradients[0]):
+        draws_as_one_stage("dropout")(plain, ranks)
 
 
 def _has_replicas(ranks: list[Report]) -> bool:
@@ -143,6 +149,9 @@ ITEMS = {
     "models: built in configure_model: LSTM, ties, weight norm, attention": Item(
         fit=fit(ConfiguredLanguageModule, SEQUENCES, strategy_options={"profile": "measured"})
     ),
+    "models: built in configure_model by transformers' from_config": Item(
+        fit=fit(ConfiguredCausalModule, SEQUENCES, optimizer="adamw")
+    ),
     "models: self.net = torch.compile(net)": Item(fit=compiled(CompiledModule, how="net", depth=8)),
     "models: block.compile()": Item(fit=compiled(CompiledBlocksModule, depth=8)),
     "models: block.compile() of a container": Item(fit=fit(CompiledModule, how="blocks")),
@@ -171,6 +180,11 @@ ITEMS = {
         )
         for schedule in SCHEDULES[1:]
     },
+    "models: dropout under sliced_1f1b": Item(
+        fit=fit(DropoutModule, strategy_options={"schedule": "sliced_1f1b", "num_microbatches": 2}),
+        is_same=False,
+        check=draws_in_halves,
+    ),
     **{
         f"models: deferred_batch_norm under {schedule}, evaluation after": Item(
             fit=statistics(schedule), is_same=False, check=counts_as_one_batch

@@ -67,6 +67,7 @@ class Sample:
         ((torch.ones(4, 3), torch.ones(4)), lambda b: (b[0].sum(1) * b[1]).sum(), {"0": 0, "1": 0}),
         (Pair(torch.ones(4, 3), torch.ones(4)), lambda b: (b.x.sum(1) * b.y).sum(), {"0": 0, "1": 0}),
         (Sample(torch.ones(3, 2), ["a", "b", "c"]), lambda b: b.x.sum(), {"x": 0, "names": 0}),
+        ((torch.ones(3, 2), ("a", "b", "c")), lambda b: b[0].sum(), {"0": 0, "1": 0}),
         ({"a": [torch.ones(4), (torch.ones(4),)]}, lambda b: b["a"][0] @ b["a"][1][0], {"a.0": 0, "a.1.0": 0}),
         # A label that the step does not use goes along.
         ((torch.ones(4, 3), torch.ones(4)), lambda b: b[0].mean(), {"0": 0, "1": 0}),
@@ -168,6 +169,10 @@ def test_pieces_are_copies_in_order() -> None:
     assert [piece.x._version for piece in pieces] == [1, 0, 0]  # a step that writes into one spoils no other's graph
     assert torch.equal(batch[0][0].x, torch.arange(5))
     assert isinstance(pieces[0], Sample)
+    named = BatchSplit(dims={(*PREFIX, 0): 0, (*PREFIX, 1): 0}).split(
+        (((torch.arange(3), ("a", "b", "c")),), {}), (2, 1)
+    )
+    assert [piece[0][0][1] for piece in named] == [("a", "b"), ("c",)]
 
 
 class Attention(nn.Module):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.strategy.modules import WIDTH, LanguageModule, MlpModule
@@ -70,6 +72,36 @@ class ConfiguredLanguageModule(LanguageModule):
         return self.head(self.layers(self.back(hidden)))
 
 
+class ConfiguredCausalModule(MlpModule):
+    """GPT-2 by transformers, from its configuration or (with a folder) from a pretrained model."""
+
+    def __init__(self, *, folder: Path | None = None, **options: Any) -> None:
+        super().__init__(**options, depth=0)
+        del self.head
+        self.folder = folder
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        from transformers import AutoModelForCausalLM, GPT2Config
+
+        if self.net is not None:
+            return
+        if self.folder is not None:
+            self.net = AutoModelForCausalLM.from_pretrained(self.folder)
+            return
+        sizes = {"vocab_size": LanguageModule.VOCABULARY, "n_positions": 8, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)
+        self.net = AutoModelForCausalLM.from_config(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        logits = self.net(input_ids=tokens, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.log("train_loss", loss, on_epoch=True)
+        return loss
+
+
 class LargeModule(ConfiguredModule):
     """Of 96 MB, in 24 layers, whose values do not explode."""
 
@@ -85,3 +117,9 @@ class LargeModule(ConfiguredModule):
 
     def forward(self, x: Tensor) -> Tensor:
         return MlpModule.forward(self, x.repeat(1, self.LAYER_WIDTH // WIDTH))
+
+
+class MediumModule(LargeModule):
+    """Of 24 MB."""
+
+    LAYER_WIDTH = 512

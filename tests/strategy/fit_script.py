@@ -1,6 +1,7 @@
 """What a user's own script looks like; run by `test_launch` under Lightning's launcher and under torchrun.
 
-Usage: fit_script.py DEVICES (pipeline | spawn | a strategy's name) [NUM_NODES [a command to start after the fit]]
+Usage: fit_script.py DEVICES (pipeline | spawn | forkserver | a strategy's name)
+    [NUM_NODES [a command to start after the fit]]
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def main() -> None:
     pl.seed_everything(1)
     module = Regression()
     strategy: Any = sys.argv[2]
-    if strategy in ("pipeline", "spawn"):
-        start_method = "spawn" if strategy == "spawn" else "auto"
+    if strategy in ("pipeline", "spawn", "forkserver"):
+        start_method = "auto" if strategy == "pipeline" else strategy
         strategy = AutoPipeStrategy(num_replicas=1, num_microbatches=1, start_method=start_method)
     data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
     trainer = pl.Trainer(

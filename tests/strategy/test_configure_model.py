@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from lightning_autopipe.capture.absent import is_absent
+from lightning_autopipe.runtime.mapped_files import in_mapped_files
+from lightning_autopipe.runtime.recorded_calls import SMALL
 from lightning_autopipe.strategy import AutoPipeStrategy
 from tests.harness import run_processes
-from tests.strategy.configured_modules import ConfiguredModule, LargeModule
+from tests.strategy.configured_modules import ConfiguredCausalModule, ConfiguredModule, LargeModule, MediumModule
 from tests.strategy.modules import (
     InOrder,
     float_data,
@@ -21,9 +24,11 @@ from tests.strategy.modules import (
     numbers,
     quiet_trainer,
     regression_data,
+    token_data,
     values,
 )
 from tests.strategy.modules import seeded as made_by_seed
+from tests.strategy.runs import Fit, assert_same_result, fit_in_processes, fit_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -103,19 +108,105 @@ def large_run(num_stages: int) -> tuple[int, int]:
     return peak_growth(flops), peak_growth(measured)
 
 
-def all_runs(folder: Path, num_stages: int) -> tuple[dict[str, Any], tuple[int, int]]:
-    return several_runs(folder, num_stages), large_run(num_stages)
+class FromFile(Callback):
+    """Notes what share of a checkpoint's mapped file has been read: before the first batch, and at the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.shares: list[float] = []
+        self.is_left = False
+        self.checkpoint: Any = None
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        self.checkpoint = checkpoint  # so that it stays mapped
+
+    def on_fit_start(self, *_: Any) -> None:
+        for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M):
+            if str(self.path) in mapping:
+                size, read = (int(re.findall(rf"^{key}: +(\d+) kB", mapping, re.M)[0]) for key in ("Size", "Rss"))
+                self.shares.append(read / size)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.on_fit_start()
+        states = trainer.optimizers[0].state.values()
+        self.is_left = not in_mapped_files([value for state in states for value in state.values()])
+
+
+def resumed_run(folder: Path, num_stages: int) -> tuple[list[float], bool]:
+    """What `FromFile` finds in a run that resumes from a plain file with the state of an optimizer."""
+    path = folder / "large.ckpt"
+
+    def fit(max_epochs: int, **options: Any) -> Any:
+        trainer = quiet_trainer(
+            AutoPipeStrategy(num_stages=num_stages, gather_after_fit=False, timeout=60, profile="flops"),
+            num_processes=num_stages,
+            precision="32-true",
+            max_epochs=max_epochs,
+            callbacks=[FromFile(path)],
+        )
+        trainer.fit(MediumModule(optimizer="adamw"), datamodule=InOrder(float_data(4), batch_size=4), **options)
+        return trainer
+
+    fit(1).save_checkpoint(path)
+    (found,) = fit(2, ckpt_path=path).callbacks[:1]
+    return found.shares, found.is_left
+
+
+def all_runs(folder: Path, num_stages: int) -> tuple[dict[str, Any], tuple[int, int], tuple[list[float], bool]]:
+    return several_runs(folder, num_stages), large_run(num_stages), resumed_run(folder, num_stages)
 
 
 def test_numbers_are_those_of_the_plain_module_and_no_rank_holds_all_of_it(tmp_path: Path) -> None:
     expected = several_runs(tmp_path, 1)
     ranks = run_processes(3, all_runs, tmp_path, 3, initialize_process_group=False, timeout_s=200)
-    found, _ = ranks[0]
+    found, _, _ = ranks[0]
     for name, value in expected.items():
         if name in ("test", "validated"):
-            assert all(rank[name] == pytest.approx(value, rel=1e-10) for rank, _ in ranks), name
+            assert all(rank[name] == pytest.approx(value, rel=1e-10) for rank, _, _ in ranks), name
         else:
             assert largest_difference(value, found[name]) < 1e-10, name
-    for _, peaks in ranks:
+    for _, peaks, (shares, is_left) in ranks:
         assert peaks[0] < 0.5 * LARGE_BYTES, f"{peaks} of {LARGE_BYTES}"
         assert peaks[1] < 0.75 * LARGE_BYTES, f"{peaks} of {LARGE_BYTES}"  # measuring holds one layer more
+        assert len(shares) == 2, "the checkpoint was not mapped"
+        assert shares[0] < 0.01, shares
+        assert 0.25 < shares[1] < 0.42, shares  # 7 to 9 of 24 layers, with parameters and optimizer state
+        assert is_left
+
+
+def pretrained(folder: Path) -> None:
+    """A small GPT-2 with values that no seed of the fit gives."""
+    module = ConfiguredCausalModule()
+    module.configure_model()
+    assert module.net is not None
+    module.net.double().save_pretrained(folder)
+
+
+class NotesAbsent(Callback):
+    """How many of the large parameters are not here, before the first batch and at the end."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.found.append(sum(is_absent(p) for p in module.parameters() if p.numel() >= SMALL))
+
+    on_train_end = on_fit_start
+
+
+def absences(trainer: Any, module: Any) -> list[int]:
+    return next(callback.found for callback in trainer.callbacks if isinstance(callback, NotesAbsent))
+
+
+def test_a_pretrained_model_is_read_by_the_ranks_that_own_it(tmp_path: Path) -> None:
+    pretrained(tmp_path)
+    fit = Fit(
+        module_class=ConfiguredCausalModule,
+        module_options={"folder": tmp_path},
+        data=partial(InOrder, token_data(16), batch_size=8),
+        callbacks=(NotesAbsent,),
+        after=absences,
+    )
+    plain, ranks = fit_plain(fit), fit_in_processes({"fit": fit}, num_stages=2)["fit"]
+    assert_same_result(plain, ranks)
+    assert [rank.after for rank in ranks] == [[8, 4]] * 2

@@ -49,9 +49,10 @@ def test_lightnings_launcher(expected: str) -> None:
     assert results(start(*command, "1", *command)) == [expected, expected]
 
 
-def test_processes_of_the_script_s_own(expected: str) -> None:
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_processes_of_the_script_s_own(start_method: str, expected: str) -> None:
     """The process that started them has the trained weights and the metrics."""
-    assert results(start(sys.executable, str(SCRIPT), "2", "spawn")) == [expected]
+    assert results(start(sys.executable, str(SCRIPT), "2", start_method)) == [expected]
 
 
 def test_torchrun_on_two_nodes_of_unlike_numbers_of_processes(expected: str) -> None:

@@ -250,11 +250,15 @@ def test_a_slow_stage_is_told_once_with_what_a_new_plan_gains(run: Watched) -> N
         assert run.run(1.0, 1.5) == 2
     run.run(1.0, 1.5)
     run.run(1.05, 1.45)
-    with pytest.warns(UserWarning, match="takes 150 % longer"):
-        run.run(1.0, 2.5)
     run.run(1.0, 1.0)  # as planned again
-    with pytest.warns(UserWarning, match="takes 50 % longer"):
-        run.run(1.0, 1.5)
+    run.run(1.0, 1.5)  # what there is to gain was told
+    run.run(1.0, 2.5)
+    with pytest.warns(UserWarning, match=r"stage 0 .* takes 100 % longer .*with partition=\[2\]"):
+        run.run(2.0, 1.0)
+    with pytest.warns(UserWarning, match=r"takes 100 % longer .*no other cut is notably faster"):
+        run.run(2.0, 2.0)
+    run.run(1.0, 1.0)
+    run.run(2.0, 2.0)
 
 
 def test_ranks_that_come_to_their_medians_in_different_steps_are_judged_together(run: Watched) -> None:

@@ -30,19 +30,14 @@ def average(trainer: Any, module: Any) -> Any:
 
 
 class InParts(Callback):
-    """Notes of which large tensors of module and average there is nothing here: before the first batch, and at the end."""
+    """Counts the large tensors of module and average that are not here: before the first batch, and at the end."""
 
     def __init__(self) -> None:
         self.absent: list[tuple[int, int]] = []
 
     def note(self, trainer: Any, module: Any) -> None:
         averages = [callback._average_model.module for callback in averaging_callbacks(trainer.callbacks)]
-        large = [
-            is_absent(p)
-            for part in (module, *averages)
-            for _, p in part.named_parameters()
-            if p.numel() >= SMALL
-        ]
+        large = [is_absent(p) for part in (module, *averages) for _, p in part.named_parameters() if p.numel() >= SMALL]
         self.absent.append((sum(large), len(large)))
 
     on_fit_start = on_train_end = note
