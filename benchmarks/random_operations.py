@@ -24,7 +24,7 @@ from tests.harness import run_processes
 from tests.strategy.random_operations import left_behind, operate
 
 NUM_RANKS = 4
-MOST_MEMORY_BYTES = 64 * 2**20
+MOST_MEMORY_BYTES = 32 * 2**20
 """By which a rank may grow in all, whatever the number of operations."""
 
 
