@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,11 +22,22 @@ from tests.strategy.runs import Fit
 
 DATA = partial(InOrder, regression_data(32), regression_data(10, seed=1), batch_size=8, val_batch_size=4)
 
+PROFILES = Path(tempfile.gettempdir()) / f"autopipe-profiles-{os.getuid()}"
+
 
 def progress(trainer: Any, module: Any) -> Any:
     """How far the loops have come."""
     val_loop = trainer.fit_loop.epoch_loop.val_loop
     return trainer.global_step, trainer.current_epoch, val_loop.batch_progress.total.completed
+
+
+def has_exported(trainer: Any, module: Any) -> bool:
+    """Whether this process has written what its profiler saw; it is removed."""
+    rank = "" if trainer.world_size == 1 else f"-{trainer.global_rank}"
+    exported = list(PROFILES.glob(f"fit{rank}-[[]*.json"))
+    for file in exported:
+        file.unlink()
+    return len(exported) > 0
 
 
 class SeveralLoaders(InOrder):
@@ -276,7 +290,12 @@ ITEMS = {
         fit=Fit(module_class=MlpModule, data=partial(PreparedData, regression_data(16), batch_size=8), after=prepared)
     ),
     "flags: profiler=pytorch": Item(
-        fit=Fit(module_class=MlpModule, data=DATA, trainer_options={"profiler": "pytorch", "max_steps": 1})
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            trainer_options={"profiler": "pytorch", "max_steps": 1, "default_root_dir": PROFILES},
+            after=has_exported,
+        )
     ),
     "flags: profiler=advanced": Item(
         fit=Fit(module_class=MlpModule, data=DATA, trainer_options={"profiler": "advanced", "max_steps": 1})
