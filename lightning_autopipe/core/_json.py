@@ -61,7 +61,8 @@ def check_version(document: Mapping[str, Any], expected: int, *, what: str) -> N
     found = document.get("schema_version")
     if isinstance(found, bool) or found != expected:
         raise PlanError(
-            f"schema_version is {found!r}, this version of lightning_autopipe reads {expected}; make the {what} again"
+            f"schema_version is {found!r}, this version of lightning_autopipe reads {expected}; make the {what} again, "
+            f"or name another file if this is no {what}"
         )
 
 

@@ -268,6 +268,7 @@ def _given_partition(
             'partition="auto" or one made for this module'
         )
     if partition.num_stages != num_ranks * stages_per_rank:
+        num_cuts = num_ranks * stages_per_rank - 1
         wanted = f"num_stages is {num_ranks}"
         way_out = f"or set num_stages={partition.num_stages}"
         if stages_per_rank > 1:
@@ -275,7 +276,7 @@ def _given_partition(
             way_out = f"one fewer than a multiple of {num_ranks}"
         raise ConfigurationError(
             f"partition={partition.cut_points} has {partition.num_stages} stages, but {wanted}; give "
-            f"{num_ranks * stages_per_rank - 1} cut points, {way_out}"
+            f"{num_cuts} cut point{'s' if num_cuts != 1 else ''}, {way_out}"
         )
     return partition
 

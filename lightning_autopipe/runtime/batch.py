@@ -193,6 +193,9 @@ def _from_user(units: Mapping[tree.LeafPath, Any], given: Mapping[str, int | Non
         raise BatchError(f"split_batch names {unknown}, but the batch has {sorted(by_name)}.")
     dims: dict[tree.LeafPath, int] = {}
     told = {by_name[name]: dim for name, dim in given.items()}
+    for path, dim in told.items():
+        if dim is not None and not _is_splittable(units[path], dim):
+            raise BatchError(_explain_dimension(path, units[path], dim))
     sizes = Counter(_size(units[p], d) for p, d in told.items() if d is not None) or _leading_sizes(units)
     batch_size = sizes.most_common(1)[0][0] if sizes else 1
     for path, leaf in units.items():
@@ -203,6 +206,19 @@ def _from_user(units: Mapping[tree.LeafPath, Any], given: Mapping[str, int | Non
         elif _is_splittable(leaf, 0) and _size(leaf, 0) == batch_size:
             dims[path] = 0
     return BatchSplit(dims=dims)
+
+
+def _explain_dimension(path: tree.LeafPath, leaf: Any, dim: int) -> str:
+    """What the user's dimension of a leaf is against what the leaf has."""
+    if isinstance(leaf, Tensor):
+        what, num_dims = f"a tensor of shape {tuple(leaf.shape)}", leaf.dim()
+    else:
+        what, num_dims = f"a {type(leaf).__name__}", int(isinstance(leaf, (list, tuple)))
+    numbers = {0: "", 1: "0, or "}.get(num_dims, f"0 to {num_dims - 1}, or ")
+    return (
+        f"split_batch={{{_told(path)!r}: {dim}}} names dimension {dim} of {what}. Allowed are {numbers}None for a leaf "
+        "that stays whole."
+    )
 
 
 def _candidates(units: Mapping[tree.LeafPath, Any]) -> list[BatchSplit]:

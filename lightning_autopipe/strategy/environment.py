@@ -85,6 +85,12 @@ def check_place(own: Member, devices: Sequence[torch.device]) -> None:
             f"{own.num_devices} devices there: set devices={own.local_rank + 1} or more, or start {own.num_devices} "
             "processes (torchrun --nproc-per-node, srun --ntasks-per-node)"
         )
+    others = sorted({device.type for device in devices if device.type != "cuda"})
+    if own.backend == "nccl" and others:
+        raise ConfigurationError(
+            f"process_group_backend='nccl' connects GPUs, but the devices are of type {', '.join(others)}: leave it "
+            "unset, or set 'gloo', or the Trainer's accelerator='gpu'"
+        )
     if own.backend == "nccl" and len(set(devices)) < len(devices):
         raise ConfigurationError(
             f"several of the parallel_devices {[str(device) for device in devices]} are one GPU, and NCCL refuses two "

@@ -143,9 +143,9 @@ def plan_pipeline(
     )
     if wanted != "auto" and wanted > batch_size and communicator.global_rank == 0:
         warnings.warn(
-            f"num_microbatches={wanted} is more than the {batch_size} samples that a replica's first batch has: such a "
-            f"batch runs as {batch_size} micro-batches of one sample. Set num_microbatches to at most {batch_size}, or "
-            "a larger batch_size",
+            f"num_microbatches={wanted} is more than a replica's first batch has samples ({batch_size}): such a batch "
+            f"runs as {batch_size} micro-batch{'es' if batch_size > 1 else ''} of one sample. Set num_microbatches to "
+            f"at most {batch_size}, or a larger batch_size",
             stacklevel=2,
         )
     if plan is None:

@@ -74,7 +74,7 @@ def test_the_schedule_counts() -> None:
             'partition must be "auto", "uniform", "parameters" or a list of cut points, got \'even\'',
         ),
         ({"partition": [4]}, r"partition=\(4,\) does not fit the module: .*allowed are 1 to 3"),
-        ({"partition": [1, 2]}, r"has 3 stages, but num_stages is 2; give 1 cut points, or set num_stages=3"),
+        ({"partition": [1, 2]}, r"has 3 stages, but num_stages is 2; give 1 cut point, or set num_stages=3"),
         ({"partition": Partition(cut_points=(1,), num_layers=5)}, "for 5 layers, but the module has 4"),
         (
             {"partition": [1, 2], "schedule": "interleaved_1f1b"},

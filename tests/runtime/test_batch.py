@@ -122,6 +122,23 @@ def test_what_shapes_cannot_tell_is_an_error_that_names_the_setting() -> None:
         split_of(batch, step, given={"y": 0})
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "told"),
+    [
+        ("x", 2, r"dimension 2 of a tensor of shape \(4, 3\)\. Allowed are 0 to 1, or None"),
+        ("y", 1, r"dimension 1 of a tensor of shape \(4,\)\. Allowed are 0, or None"),
+        ("names", 1, r"dimension 1 of a list\. Allowed are 0, or None"),
+        ("rate", 0, r"dimension 0 of a float\. Allowed are None"),
+    ],
+)
+def test_a_dimension_that_a_leaf_does_not_have_is_an_error(name: str, dim: int, told: str) -> None:
+    batch = {"x": torch.ones(4, 3), "y": torch.ones(4), "names": ["a", "b", "c", "d"], "rate": 0.5}
+    with pytest.raises(
+        BatchError, match=rf"split_batch=\{{'{name}': {dim}\}} names {told} for a leaf that stays whole"
+    ):
+        split_of(batch, lambda b: b["x"].mean(), given={name: dim})
+
+
 def test_sequence_first_of_any_length_is_an_error() -> None:
     batch = {"x": torch.ones(5, 4, 3), "scale": torch.ones(4)}
 

@@ -78,6 +78,13 @@ def test_nccl_on_a_gpu_named_twice_is_refused_by_the_trainer(backend: str | None
         trainer_on(AutoPipeStrategy(parallel_devices=[GPU, GPU], process_group_backend=backend))
 
 
+def test_nccl_without_gpus_is_refused_by_the_trainer() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"'nccl' connects GPUs, but the devices are of type cpu: leave it unset"
+    ):
+        quiet_trainer(AutoPipeStrategy(process_group_backend="nccl"), accelerator="cpu", devices=2)
+
+
 @pytest.mark.parametrize("devices", [[GPU], [GPU, GPU]], ids=["one for all", "one each"])
 def test_the_device_of_a_process_goes_by_its_local_rank(
     devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
