@@ -26,18 +26,22 @@ class ModuleStage:
 
     def __init__(self, module: nn.Module, *, loss: Loss | None, shares: Sequence[Tensor]) -> None:
         self._module, self._loss, self._shares = module, loss, shares
-        self._num_samples = sum(len(share) for share in shares)
+        self._sizes = [share.shape[0] for share in shares]
+        num_samples = sum(self._sizes)
+        self._targets = {size: torch.zeros(size, 1) for size in set(self._sizes)} if loss is not None else {}
+        self._weights = {size: torch.tensor(size / num_samples) for size in self._targets}
 
     def signature(self, unit_index: int) -> Hashable:
-        return len(self._shares[unit_index])
+        return self._sizes[unit_index]
 
     def forward(self, unit_index: int, received: tuple[Tensor, ...]) -> StageOutput:
-        share = self._shares[unit_index]
-        output = self._module(received[0] if received else share)
+        output = self._module(received[0] if received else self._shares[unit_index])
         if self._loss is None:
             return StageOutput(sent=(output,))
-        loss = self._loss(output, torch.zeros(len(share), 1))
-        return StageOutput(loss=loss * (len(share) / self._num_samples))
+        size = self._sizes[unit_index]
+        loss = self._loss(output, self._targets[size])
+        # The weight goes in as the loss's gradient: a product would be one operation more than torch has.
+        return StageOutput(roots=lambda: ((loss,), (self._weights[size],)))
 
 
 def unit_shares(batch: Tensor, slices: Sequence[int]) -> list[Tensor]:

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import Variable
 
 from lightning_autopipe.runtime.split_backward import DeferredBackward, backward_of_leaves
 from lightning_autopipe.runtime.stage import StageOutput
+
+_run_engine = Variable._execution_engine.run_backward
+_AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 def run_backward(received: Sequence[Tensor], output: StageOutput, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -55,10 +58,9 @@ def _accumulate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> 
 
     Gradients were received in the shapes of their roots.
     """
-    given = tuple(
-        torch.ones_like(root) if gradient is None else gradient for root, gradient in zip(roots, gradients, strict=True)
-    )
-    _engine_run_backward(tuple(roots), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+    pairs = zip(roots, gradients, strict=True)
+    given = tuple([torch.ones_like(root) if gradient is None else gradient for root, gradient in pairs])
+    _run_engine(tuple(roots), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _roots(output: StageOutput, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -89,8 +91,9 @@ def _in_layout_of(leaf: Tensor, gradient: Tensor | None) -> Tensor:
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:
     """Backward in the dtypes that forward chose; nested, so that the outer cache of cast weights stays."""
-    enabled = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
-    return _disabled(enabled) if enabled else contextlib.nullcontext()
+    if not torch._C._is_any_autocast_enabled():
+        return _AS_IT_IS
+    return _disabled([device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)])
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from lightning_autopipe.runtime.errors import CommunicationError, StageError
 from lightning_autopipe.runtime.rank_program import RankAction, RankProgram, rank_program
 from lightning_autopipe.runtime.split_backward import DeferredBackward
 from lightning_autopipe.runtime.stage import StageForward, StageOutput
-from lightning_autopipe.runtime.transport import Crossing, Direction, Signature, StepPlan, Transport
+from lightning_autopipe.runtime.transport import Crossing, Direction, SignatureTable, StepPlan, Transport
 from lightning_autopipe.runtime.units import Unit, unit_name
 
 _MAX_UNRELEASED_SENDS = 4
@@ -79,6 +79,7 @@ class StageExecutor:
         self._live: dict[tuple[int, Unit], _Live] = {}
         self._unsent: dict[Crossing, tuple[Tensor, ...]] = {}
         self._unreleased: deque[tuple[Direction, Crossing]] = deque()
+        self._signatures = SignatureTable()
         self._programs: deque[RankProgram] = deque(maxlen=_MAX_PROGRAMS)
 
     def run(
@@ -118,7 +119,7 @@ class StageExecutor:
         self._unreleased.clear()
         self.peak_live_microbatches = 0
         try:
-            transport.begin_step(_step_plan(program, by_index[self.stage_index]))
+            transport.begin_step(_step_plan(program, by_index[self.stage_index], self._signatures))
             for position, step in enumerate(program.actions):
                 self.current_action = step.action
                 waited_from_s = time.perf_counter() if observer is not None else 0.0
@@ -127,8 +128,9 @@ class StageExecutor:
                 values: tuple[Tensor, ...] = ()
                 if step.takes is not None:
                     assert step.takes_from is not None
-                    while not transport.has_arrived(step.takes_from, step.takes):
-                        yield step.action
+                    if not transport.receive_waits:
+                        while not transport.has_arrived(step.takes_from, step.takes):
+                            yield step.action
                     values = transport.receive(step.takes_from, step.takes)
                 started_s = time.perf_counter() if observer is not None else 0.0
                 try:
@@ -181,16 +183,18 @@ class StageExecutor:
         crossing = step.gives
         if crossing is None:
             assert not output.sent, "the last stage has nobody to send to"
-        else:
+        elif not step.sends:
             self._unsent[crossing] = output.sent
-            if step.sends:
-                self._transport.send(Direction.FORWARD, step.sends, [self._unsent.pop(sent) for sent in step.sends])
-                if not step.has_backward:
-                    for sent in step.sends:
-                        self._release_later(Direction.FORWARD, sent)
+        else:
+            values = [output.sent if sent == crossing else self._unsent.pop(sent) for sent in step.sends]
+            self._transport.send(Direction.FORWARD, step.sends, values)
+            if not step.has_backward:
+                for sent in step.sends:
+                    self._release_later(Direction.FORWARD, sent)
         if step.has_backward:
             self._live[step.key] = _Live(received, output)
-            self.peak_live_microbatches = max(self.peak_live_microbatches, len(self._live))
+            if len(self._live) > self.peak_live_microbatches:
+                self.peak_live_microbatches = len(self._live)
 
     def _send_gradients(self, step: RankAction, gradients: tuple[Tensor, ...]) -> None:
         if step.takes is not None:
@@ -234,13 +238,12 @@ def require_stages(schedule: Schedule, num_stages: int) -> None:
         raise PlanError(f"schedule {schedule.name!r} has {schedule.num_stages} stages, this pipeline {num_stages}")
 
 
-def _step_plan(program: RankProgram, stage: StageForward) -> StepPlan:
-    known: dict[Signature, Signature] = {}
-    signatures: dict[Unit, Signature] = {}
-    for unit_index, unit in enumerate(program.units):
-        # What crosses without a backward may differ in requires_grad alone.
-        signature = Signature((unit in program.units_with_backward, stage.signature(unit_index)))
-        signatures[unit] = known.setdefault(signature, signature)
+def _step_plan(program: RankProgram, stage: StageForward, table: SignatureTable) -> StepPlan:
+    # What crosses without a backward may differ in requires_grad alone.
+    signatures = {
+        unit: table.signature((unit in program.units_with_backward, stage.signature(unit_index)))
+        for unit_index, unit in enumerate(program.units)
+    }
     return StepPlan(
         activation_order=program.activation_order,
         gradient_order=program.gradient_order,

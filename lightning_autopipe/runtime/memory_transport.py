@@ -27,6 +27,8 @@ class MemoryNetwork:
 class MemoryTransport:
     """A `Transport` by copies in one process; a receiver sees what it would see of a message between processes."""
 
+    receive_waits = False
+
     def __init__(self, network: MemoryNetwork, pipeline_rank: int) -> None:
         self._network = network
         self._pipeline_rank = pipeline_rank
@@ -52,9 +54,10 @@ class MemoryTransport:
             self._sent_bytes[direction] += sum(tensor.nbytes for tensor in tensors)
             if is_forward:
                 signature = crossing.cut_index, self._plan.signatures[crossing.unit]
-                if self._book.get(signature) is None:
-                    self._book.add(signature, tuple(TensorSpec.of(tensor) for tensor in tensors))
-                self._num_gradients[crossing] = len(self._book.check(signature, tensors).gradients)
+                specs = self._book.check(signature, tensors)
+                if specs is None:
+                    specs = self._book.add(signature, tuple(TensorSpec.of(tensor) for tensor in tensors))
+                self._num_gradients[crossing] = len(specs.gradients)
             if is_forward or tensors:
                 self._network.mailboxes[direction, crossing] = tuple(
                     _copy(tensor).requires_grad_(tensor.requires_grad and is_forward) for tensor in tensors

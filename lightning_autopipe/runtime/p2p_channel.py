@@ -112,7 +112,7 @@ class SendChannel:
 
 
 _SMALL_BYTES = 2**20
-_MAX_SMALL = 16
+_MAX_SMALL = 64
 """Beyond the window receives are posted for as many messages as are no more than so many bytes together: memory that
 nobody notices, and what is small waits for the peer's answer longer than for its bytes. They are posted in bursts, for
 which the peer wakes up once."""
@@ -122,14 +122,13 @@ SpecsOf = Callable[[Crossing, bool], "tuple[Sequence[TensorSpec], int] | None"]
 
 
 class _Posted:
-    """A message whose receives are posted: the tensors of each crossing, and what is to be waited for."""
+    """A message whose receives are posted, and what is to be waited for; all its crossings share it."""
 
-    __slots__ = ("buffers", "is_taken", "num_bytes", "values")
+    __slots__ = ("is_taken", "num_bytes", "works")
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.values: dict[Crossing, tuple[Tensor, ...]] = {}
-        self.buffers: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, buffer, target
+        self.works: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, buffer, target
         self.is_taken = False
 
 
@@ -150,7 +149,7 @@ class ReceiveChannel:
         self._device = device
         self._window = 0
         self._order: deque[Message] = deque()
-        self._posted: dict[Crossing, _Posted] = {}
+        self._posted: dict[Crossing, tuple[_Posted, tuple[Tensor, ...]]] = {}
         self._num_ahead = self._bytes_ahead = 0
         self._specs_of: SpecsOf = lambda crossing, wait: None
 
@@ -178,22 +177,23 @@ class ReceiveChannel:
 
     def receive(self, crossing: Crossing) -> tuple[Tensor, ...]:
         """Wait for the message with a crossing; the tensors' requires_grad is as in their specs."""
-        while crossing not in self._posted:
+        while (found := self._posted.pop(crossing, None)) is None:
             # Beyond the window only where the orders of the two differ: what comes before is sent before.
             assert self._order, crossing
             self._post_next(True)
-        posted = self._posted.pop(crossing)
+        posted, values = found
         if not posted.is_taken:
             posted.is_taken = True
             self._num_ahead -= 1
             self._bytes_ahead -= posted.num_bytes
             if self._order:
                 self.post_ahead()
-            for work, buffer, target in posted.buffers:
+            for work, buffer, target in posted.works:
                 self._link.wait(work, crossing, "receive")
-                self._wire.arrived(buffer, target)
-            posted.buffers.clear()
-        return posted.values.pop(crossing)
+                if buffer is not target:
+                    self._wire.arrived(buffer, target)
+            posted.works.clear()
+        return values
 
     def _post_next(self, wait: bool) -> bool:
         message = self._order[0]
@@ -210,8 +210,7 @@ class ReceiveChannel:
         self._order.popleft()
         posted = _Posted(num_bytes)
         for crossing, own in zip(message, specs, strict=True):
-            posted.values[crossing] = tuple([self._post(spec, crossing, posted) for spec in own])
-            self._posted[crossing] = posted
+            self._posted[crossing] = posted, tuple([self._post(spec, crossing, posted) for spec in own])
         self._num_ahead += 1
         self._bytes_ahead += num_bytes
         return True
@@ -220,5 +219,5 @@ class ReceiveChannel:
         target = spec.empty(self._device)
         if target.numel():
             buffer = self._wire.incoming(target)
-            posted.buffers.append((self._link.irecv(buffer, crossing), buffer, target))
+            posted.works.append((self._link.irecv(buffer, crossing), buffer, target))
         return target.requires_grad_() if spec.requires_grad else target

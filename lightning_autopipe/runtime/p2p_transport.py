@@ -28,6 +28,8 @@ class P2PTransport:
     will cross a cut is told in a header, once for each signature.
     """
 
+    receive_waits = True
+
     def __init__(
         self,
         *,
@@ -175,8 +177,10 @@ class P2PTransport:
 
     def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
         if direction is Direction.FORWARD:
-            is_new = [self._announce(crossing, tensors) for crossing, tensors in zip(message, values, strict=True)]
-            if True in is_new:
+            is_new = False
+            for crossing, tensors in zip(message, values, strict=True):
+                is_new |= self._announce(crossing, tensors)
+            if is_new:
                 self._receivers[Direction.BACKWARD].post_ahead()
         tensors = values[0] if len(values) == 1 else [tensor for tensors in values for tensor in tensors]
         self._senders[direction].send(message, tensors)
@@ -185,7 +189,7 @@ class P2PTransport:
         self._senders[direction].release(crossing)
 
     def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
-        return True  # `receive` waits
+        raise AssertionError("receive waits")
 
     def receive(self, direction: Direction, crossing: Crossing) -> tuple[Tensor, ...]:
         return self._receivers[direction].receive(crossing)
@@ -198,18 +202,19 @@ class P2PTransport:
         self._is_in_step = False
 
     def _signature(self, crossing: Crossing) -> Hashable:
-        return crossing.cut_index, self._plan.signatures[crossing.unit]
+        return crossing[0], self._plan.signatures[crossing[1:]]  # its cut and unit, without a call for each
 
     def _announce(self, crossing: Crossing, tensors: Sequence[Tensor]) -> bool:
         """Tell the receiver what comes where it cannot know; give whether that was so."""
         signature = self._signature(crossing)
-        is_new = self._sent_book.get(signature) is None
-        if is_new:
+        known = self._sent_book.check(signature, tensors)
+        is_new = known is None
+        if known is None:
             assert self._header_sender is not None
             specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
             self._header_sender.send(crossing, specs)
-            self._sent_book.add(signature, specs)
-        self._sent_specs[crossing] = self._sent_book.check(signature, tensors)
+            known = self._sent_book.add(signature, specs)
+        self._sent_specs[crossing] = known
         return is_new
 
     def _activation_specs(self, crossing: Crossing, wait: bool) -> tuple[Sequence[TensorSpec], int] | None:

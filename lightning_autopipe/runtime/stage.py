@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would take twice as long to make
 class StageOutput:
     """What a stage's forward gives for one unit."""
 

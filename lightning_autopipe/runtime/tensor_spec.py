@@ -133,14 +133,14 @@ class SpecBook:
         specs = self._specs[signature] = CrossingSpecs.of(values)
         return specs
 
-    def check(self, signature: Hashable, tensors: Sequence[Tensor]) -> CrossingSpecs:
-        """Compare what is sent with what the receiver was told of this signature; give that.
+    def check(self, signature: Hashable, tensors: Sequence[Tensor]) -> CrossingSpecs | None:
+        """Compare what is sent with what the receiver was told of this signature; give that, None if it is new.
 
         Raises:
             PipelineRuntimeError: Something differs.
         """
-        found = self._specs[signature]
-        if found.fit(tensors):
+        found = self._specs.get(signature)
+        if found is None or found.fit(tensors):
             return found
         known, specs = found.values, tuple(TensorSpec.of(tensor) for tensor in tensors)
         if len(known) != len(specs):

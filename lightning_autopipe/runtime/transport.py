@@ -43,22 +43,40 @@ Message = tuple[Crossing, ...]
 
 
 class Signature:
-    """A key that is hashed once: what a stage gives as one may be long, and is looked up for every message."""
+    """Stands for a key: there is one for each key, so that it is looked up by what it is, whatever the key's length."""
 
-    __slots__ = ("_hash", "key")
+    __slots__ = ("key",)
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
-        self._hash = hash(key)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Signature) and self.key == other.key)
 
     def __repr__(self) -> str:
         return repr(self.key)
+
+
+class SignatureTable:
+    """The signatures of the keys so far.
+
+    Neighbouring ranks meet corresponding keys in one order and forget them at the same length, so that a signature is
+    new to both or to neither.
+    """
+
+    MAX_SIGNATURES = 4096
+
+    def __init__(self) -> None:
+        self._signatures: dict[Hashable, Signature] = {}
+
+    def __len__(self) -> int:
+        return len(self._signatures)
+
+    def signature(self, key: Hashable) -> Signature:
+        """The one of a key."""
+        found = self._signatures.get(key)
+        if found is None:
+            if len(self._signatures) >= self.MAX_SIGNATURES:
+                self._signatures.clear()
+            found = self._signatures[key] = Signature(key)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +92,7 @@ class StepPlan:
     gradient_window: int = 2
     """The same for gradients of the next rank."""
     signatures: Mapping[Unit, Signature]
-    """Equal signatures mean equal specs of what crosses a cut."""
+    """The same signature means equal specs of what crosses a cut, in all steps."""
 
 
 class Transport(Protocol):
@@ -82,6 +100,9 @@ class Transport(Protocol):
 
     Sends never wait for the receiver.
     """
+
+    receive_waits: bool
+    """Whether `receive` waits for what has not arrived; else it must only be called once `has_arrived`."""
 
     @property
     def sent_bytes(self) -> tuple[int, int]:
@@ -121,7 +142,7 @@ class Transport(Protocol):
         ...
 
     def has_arrived(self, direction: Direction, crossing: Crossing) -> bool:
-        """Whether `receive` can be called; a transport whose `receive` waits says True."""
+        """Whether `receive` can be called; asked where that does not wait."""
         ...
 
     def receive(self, direction: Direction, crossing: Crossing) -> tuple[Tensor, ...]:

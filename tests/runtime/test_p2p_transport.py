@@ -20,6 +20,8 @@ from lightning_autopipe.runtime.errors import CommunicationError, PipelineRuntim
 from lightning_autopipe.runtime.executor import StageExecutor
 from lightning_autopipe.runtime.process_groups import create_process_groups
 from lightning_autopipe.runtime.stage import StageForward, StageOutput
+from lightning_autopipe.runtime.tensor_spec import SpecBook
+from lightning_autopipe.runtime.transport import SignatureTable
 from lightning_autopipe.schedules import forward_only, gpipe, one_f_one_b
 from tests.harness import run_processes, run_processes_to_end
 from tests.runtime.test_executor import CountingStage
@@ -218,7 +220,8 @@ class GrowingStage:
         return StageOutput(loss=h.sum()) if self.is_last else StageOutput(sent=(h,))
 
 
-def run_growing() -> list[float]:
+def run_growing(max_signatures: int = 4096) -> list[float]:
+    SignatureTable.MAX_SIGNATURES = SpecBook.MAX_SIGNATURES = max_signatures  # of this process
     executor = executor_of(3)
     sums = []
     for lengths in ([1, 2, 3, 4, 5, 6], [3, 7, 0, 8, 1], [7, 7, 7], [9]):
@@ -231,3 +234,8 @@ def run_growing() -> list[float]:
 
 def test_new_shapes_in_every_microbatch() -> None:
     assert run_processes(3, run_growing) == [[21.0, 19.0, 21.0, 9.0]] * 3
+
+
+@pytest.mark.parametrize("max_signatures", [1, 2, 4])
+def test_what_was_forgotten_is_told_again(max_signatures: int) -> None:
+    assert run_processes(3, run_growing, max_signatures) == [[21.0, 19.0, 21.0, 9.0]] * 3

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from lightning_autopipe.core.errors import PipelineRuntimeError
 from lightning_autopipe.runtime.tensor_spec import SpecBook, TensorSpec, as_bytes, decode_specs, encode_specs
+from lightning_autopipe.runtime.transport import SignatureTable
 
 BASE = torch.arange(24.0).reshape(2, 3, 4)
 
@@ -70,6 +71,17 @@ def test_a_book_forgets_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     for signature in "abc":
         book.add(signature, specs)
     assert [book.get(signature) is None for signature in "abc"] == [True, False, False]
+
+
+def test_a_table_has_one_signature_for_a_key_and_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SignatureTable, "MAX_SIGNATURES", 2)
+    table = SignatureTable()
+    first = table.signature((1, "a"))
+    assert table.signature((1, "a")) is first
+    assert table.signature((1, "b")) is not first
+    table.signature((1, "c"))
+    assert len(table) == 1
+    assert table.signature((1, "a")) is not first
 
 
 @pytest.mark.parametrize(
