@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from lightning_autopipe.checkpoints.mapped_shards import MappedFiles
 from lightning_autopipe.checkpoints.shard_writer import REST_NAME, SHARDED_ENTRIES
 from lightning_autopipe.checkpoints.structure import names_in, put_tensors
 from lightning_autopipe.core.errors import CheckpointError
@@ -60,7 +61,8 @@ class ShardFolder:
             raise self._error(f"{REST_NAME} cannot be read: {type(error).__name__}: {error}") from error
         self._reader = _Reader(self.path)
         try:
-            described = self._reader.read_metadata().state_dict_metadata
+            self._metadata = self._reader.read_metadata()
+            described = self._metadata.state_dict_metadata
             stored = {name: entry for name, entry in described.items() if isinstance(entry, TensorStorageMetadata)}
         except Exception as error:
             raise self._error(f"{_METADATA_NAME} cannot be read: {type(error).__name__}: {error}") from error
@@ -71,8 +73,29 @@ class ShardFolder:
             raise self._error(f"the values of {', '.join(missing[:3])} ({len(missing)} in all) are missing")
 
     def checkpoint(self) -> dict[str, Any]:
-        """All of it, in host memory."""
-        return self.assembled(dict(self.tensors(bytes_at_once=None)))
+        """All of it; tensors lie in the mapped files, so that a process reads no more than it uses.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        files = MappedFiles(self.path, self._reader._slice_file)
+        tensors: dict[str, Tensor] = {}
+        to_read: dict[str, Tensor] = {}
+        for name, entry in self._entries.items():
+            mapped = None
+            if len(entry.chunks) == 1:
+                place = self._metadata.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
+                try:
+                    mapped = files.tensor(place)
+                except Exception as error:
+                    raise self._error(f"{place.relative_path}: {type(error).__name__}: {error}") from error
+            if mapped is None or mapped.shape != entry.size or mapped.dtype != entry.properties.dtype:
+                to_read[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            else:
+                tensors[name] = mapped
+        if to_read:
+            tensors.update(self._read(to_read))
+        return self.assembled(tensors)
 
     def assembled(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """The checkpoint in the plain format, of all its tensors by name."""

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from lightning_autopipe.checkpoints import consolidation
+from lightning_autopipe.checkpoints.mapped_shards import MappedFiles
 from lightning_autopipe.checkpoints.placing import partial_path
 from lightning_autopipe.checkpoints.shard_reader import ShardFolder, _MetadataUnpickler
 from lightning_autopipe.checkpoints.shard_writer import ShardWriter
@@ -79,6 +80,52 @@ def test_a_folder_is_read_and_made_a_file(
     assert "is there already; name a new file" in capsys.readouterr().err
     assert main(["consolidate", str(file), str(tmp_path / "b")]) == 2
     assert "is not a folder" in capsys.readouterr().err
+
+
+TENSORS = {
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "with gaps": torch.arange(24.0).view(4, 6)[:, 1:3],
+    "channels last": torch.arange(32.0).view(1, 2, 4, 4).to(memory_format=torch.channels_last),
+    "a number": torch.tensor(7, dtype=torch.int64),
+    "nothing": torch.empty(0, 4, dtype=torch.float64),
+    "halves": torch.arange(5, dtype=torch.bfloat16),
+    "truths": torch.tensor([True, False]),
+    "complex": torch.complex(torch.ones(3), torch.zeros(3)),
+}
+
+
+@pytest.fixture
+def odd_folder(tmp_path: Path) -> Path:
+    target = tmp_path / "odd.ckpt"
+    content = io.BytesIO()
+    torch.save({"state_dict": {name: stands_for(name) for name in TENSORS}}, content)
+    partial_path(target).mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = ShardWriter(partial_path(target), target, rest=content.getvalue(), names=TENSORS)
+        dcp.save(TENSORS, storage_writer=writer, no_dist=True)
+    return target
+
+
+def test_tensors_stay_in_the_files_until_they_are_used(odd_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardFolder, "_read", None)
+    before = {path: path.read_bytes() for path in odd_folder.iterdir()}
+    loaded = ShardFolder(odd_folder).checkpoint()["state_dict"]
+    for name, tensor in TENSORS.items():
+        assert torch.equal(loaded[name], tensor), name
+        packed = tensor.clone()  # as it is stored
+        assert (loaded[name].stride(), loaded[name].dtype) == (packed.stride(), packed.dtype), name
+        loaded[name].zero_()
+    assert {path: path.read_bytes() for path in odd_folder.iterdir()} == before
+    assert str(odd_folder) in Path("/proc/self/maps").read_text()
+    del loaded
+    assert str(odd_folder) not in Path("/proc/self/maps").read_text()
+
+
+def test_what_cannot_be_mapped_is_read(odd_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MappedFiles, "tensor", lambda self, place: None)
+    loaded = ShardFolder(odd_folder).checkpoint()["state_dict"]
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in TENSORS.items())
 
 
 def remove(name: str, path: Path) -> None:
@@ -157,6 +204,9 @@ def test_damaged_folders(folder: Path, tmp_path: Path, damage: Callable[[Path], 
     with pytest.raises(CheckpointError, match=message):
         consolidation.consolidate(copy, tmp_path / "file")
     assert not (tmp_path / "file").exists()
+    if damage is not of_weights:
+        with pytest.raises(CheckpointError, match=message):
+            ShardFolder(copy).checkpoint()
     assert not Path("/tmp/autopipe-must-not-be-made").exists()
 
 
