@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_autopipe.strategy.checkpoint_loading import file_loader, load_any
 from lightning_autopipe.strategy.consolidated_checkpoints import ConsolidatedCheckpoints
+from lightning_autopipe.strategy.finetuning import complete_group_names
 from lightning_autopipe.strategy.module_strategy import ModuleStrategy
 from lightning_autopipe.strategy.optimizers import unwrapped
 from lightning_autopipe.strategy.options import StrategyOptions
@@ -101,6 +102,8 @@ class CheckpointStrategy(ModuleStrategy):
                     "processes cannot be asked for their part any more. Resume from the last regular checkpoint"
                 )
             return
+        if self._session is not None:
+            complete_group_names(checkpoint, self.callbacks, self._session.placed_module.optimizers)
         with self.naming_first_error():
             self._checkpoints.save(checkpoint, filepath, self.checkpoint_io, storage_options)
             is_last = self._termination is not None and self._termination.is_requeueing

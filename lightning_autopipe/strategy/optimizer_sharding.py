@@ -42,7 +42,8 @@ class ShardedStep:
         self._module: nn.Module | None = None
         self._shares: Mapping[str, int] = {}
         self._by_replica: list[dict[str, nn.Parameter]] = []
-        """Found out at the first step: placing may give parameters new objects."""
+        """Found out at the first step, since placing may give parameters new objects, and when groups are added."""
+        self._dealt_names: tuple[str, ...] = ()
         self._source_ranks: tuple[int, ...] = ()
         self._replica_index = 0
         self._all: list[list[nn.Parameter]] | None = None
@@ -101,7 +102,9 @@ class ShardedStep:
     def _narrow(self) -> None:
         if self._all is not None:
             return
-        self._by_replica = self._by_replica or self._dealt()
+        self._whole.follow_groups()
+        if not self._by_replica or self._dealt_names != self._whole.names:
+            self._by_replica, self._dealt_names = self._dealt(), self._whole.names
         own = {id(parameter) for parameter in self._by_replica[self._replica_index].values()}
         self._all = [list(group["params"]) for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:

@@ -7,6 +7,7 @@ the whole module: a position for each parameter, in the order of the groups.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,33 +39,77 @@ class WholeOptimizer:
         self.optimizer = unwrapped(optimizer)
         self.is_pruned = False
         self._is_mock = isinstance(self.optimizer, _MockOptimizer)
+        self._module = module
         self._names: list[str] = []
         self._parameters: list[nn.Parameter] = []
         self._groups: list[_Group] = []
         self._is_from_file = False
+        self._is_owned: Callable[[str], bool] = lambda name: True
         self._keeps_state: Callable[[str], bool] = lambda name: True
         if self._is_mock:
             return
         refuse_optimizer(self.optimizer, module)
-        name_of = {id(parameter): name for name, parameter in module.named_parameters()}
-        for group_index, group in enumerate(self.optimizer.param_groups):
-            first = len(self._names)
-            for parameter in group["params"]:
-                self._names.append(_name(parameter, name_of, group_index))
-                self._parameters.append(parameter)
-            positions = tuple(range(first, len(self._names)))
-            names = tuple(group["param_names"]) if "param_names" in group else None
-            self._groups.append(_Group(positions, positions, names))
+        self.follow_groups()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The first name of each parameter in the module, by position."""
         return tuple(self._names)
 
+    def group_names(self) -> list[tuple[str, ...]]:
+        """The first names of all parameters of each group."""
+        self.follow_groups()
+        return [tuple(self._names[position] for position in group.all_positions) for group in self._groups]
+
+    def follow_groups(self) -> None:
+        """Notes groups that were added, or put in the place of others, since the last look, as finetuning callbacks do.
+
+        On a pruned optimizer they have the parameters of all stages, too, and are pruned now.
+
+        Raises:
+            ConfigurationError: one of them holds a parameter that the module does not.
+        """
+        groups = self.optimizer.param_groups
+        is_known = [self._is_known(index, group) for index, group in enumerate(groups)]
+        if self._is_mock or (all(is_known) and len(groups) == len(self._groups)):
+            return
+        name_of = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        names: list[str] = []
+        parameters: list[nn.Parameter] = []
+        noted: list[_Group] = []
+        for index, group in enumerate(groups):
+            first = len(names)
+            if is_known[index]:
+                known = self._groups[index]
+                names += [self._names[position] for position in known.all_positions]
+                parameters += [self._parameters[position] for position in known.all_positions]
+                param_names = known.param_names
+            else:
+                names += [_name(parameter, name_of, index) for parameter in group["params"]]
+                parameters += group["params"]
+                param_names = tuple(group["param_names"]) if "param_names" in group else None
+            positions = tuple(range(first, len(names)))
+            noted.append(_Group(positions, positions, param_names))
+        self._names, self._parameters, self._groups = names, parameters, noted
+        if self.is_pruned:
+            self._prune()
+
+    def _is_known(self, index: int, group: Mapping[str, Any]) -> bool:
+        if index >= len(self._groups):
+            return False
+        kept = [self._parameters[position] for position in self._groups[index].positions]
+        return len(kept) == len(group["params"]) and all(map(operator.is_, kept, group["params"]))
+
     def prune(self, is_owned: Callable[[str], bool]) -> None:
         """Lets the optimizer keep only the parameters whose (first) name is owned; groups may become empty."""
         if self._is_mock or self.is_pruned:
             return
+        self.follow_groups()
+        self._is_owned = is_owned
+        self._prune()
+
+    def _prune(self) -> None:
+        is_owned = self._is_owned
         owned = [is_owned(name) for name in self._names]
         for group_index, (known, group) in enumerate(zip(self._groups, self.optimizer.param_groups, strict=True)):
             kept = tuple(position for position in known.all_positions if owned[position])
@@ -88,6 +133,7 @@ class WholeOptimizer:
 
     def rebind(self, module: nn.Module) -> None:
         """Takes the parameters that the module has now in the place of those that it had under the same names."""
+        self.follow_groups()
         now = dict(module.named_parameters())
         for position, name in enumerate(self._names):
             before, parameter = self._parameters[position], now[name]
@@ -101,12 +147,14 @@ class WholeOptimizer:
 
     def local_states(self) -> dict[int, Any]:
         """The state of each parameter that this rank keeps, by its position in the whole optimizer."""
+        self.follow_groups()
         states = self.optimizer.state_dict()["state"] if not self._is_mock else {}
         kept = [position for group in self._groups for position in group.positions]
         return {kept[index]: state for index, state in states.items() if isinstance(index, int)}
 
     def state_dict(self, states: Mapping[int, Any]) -> dict[str, Any]:
         """The whole optimizer's ``state_dict``, given the state of each parameter by position."""
+        self.follow_groups()
         own = self.optimizer.state_dict()
         if self._is_mock:
             return own
@@ -127,6 +175,7 @@ class WholeOptimizer:
         """
         if self._is_mock:
             return
+        self.follow_groups()
         self._check_groups(whole)
         self._is_from_file = True
         if not self.is_pruned:

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,27 @@ def saved_average(trainer: Any, module: Any) -> Any:
     return sums, {name: float(p.detach().sum()) for name, p in module.named_parameters()}
 
 
+def saved_groups(trainer: Any, module: Any) -> Any:
+    """What a checkpoint holds of groups that were added in a fit, and where training goes on from it."""
+    own_folder = tempfile.mkdtemp()
+    path = Path(trainer.strategy.broadcast(own_folder)) / "finetuned.ckpt"
+    trainer.save_checkpoint(path)
+    found = None
+    if trainer.is_global_zero:
+        checkpoint = torch.load(path, weights_only=True)
+        (state,) = checkpoint["optimizer_states"]
+        (finetuning,) = (s for s in checkpoint["callbacks"].values() if "internal_optimizer_metadata" in s)
+        averages = {position: float(s["exp_avg"].sum()) for position, s in state["state"].items()}
+        found = state["param_groups"], averages, finetuning["internal_optimizer_metadata"]
+    trainer.fit_loop.max_epochs += 2
+    trainer.fit(module, datamodule=trainer.datamodule, ckpt_path=path)
+    trainer.strategy.barrier()
+    shutil.rmtree(own_folder)
+    if not trainer.is_global_zero:
+        return None
+    return found, {name: float(p.detach().sum()) for name, p in module.named_parameters()}
+
+
 def averaging(kind: type[pl.Callback], **options: Any) -> Callable[[], pl.Callback]:
     return partial(kind, **options)
 
@@ -110,6 +132,22 @@ class NormModule(MlpModule):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+
+
+class FinetunedHead(FinetunedModule):
+    """The optimizer has the head alone until the backbone is unfrozen."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+FINETUNING = Fit(
+    module_class=FinetunedHead,
+    data=DATA,
+    callbacks=(partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1, verbose=False),),
+    trainer_options={"max_epochs": 2, "num_sanity_val_steps": 1},
+    after=saved_groups,
+)
 
 
 def found_rate(trainer: Any, module: Any) -> Any:
@@ -269,6 +307,10 @@ ITEMS = {
             callbacks=(partial(BackboneFinetuning, unfreeze_backbone_at_epoch=1, verbose=False),),
             trainer_options={"max_epochs": 3},
         )
+    ),
+    "BackboneFinetuning: checkpoint, resume": Item(fit=FINETUNING),
+    "BackboneFinetuning: checkpoint, resume, shard_optimizer": Item(
+        fit=replace(FINETUNING, strategy_options={"shard_optimizer": True})
     ),
     "EMAWeightAveraging: validation, checkpoint, resume": Item(
         fit=Fit(

@@ -106,6 +106,45 @@ def test_schedulers_and_the_users_own_groups_stay_attached() -> None:
     assert groups[0]["lr"] == 0.05
 
 
+@pytest.mark.parametrize("before_pruning", [False, True])
+def test_groups_that_are_added_are_pruned_and_saved(before_pruning: bool) -> None:
+    """As finetuning callbacks do; the group has the parameters of all stages."""
+
+    def add(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.add_param_group({"params": [model.get_parameter("1.bias")], "lr": 0.3})
+
+    plain = module()
+    optimizer = make(plain)
+    add(plain, optimizer)
+    step(plain, optimizer, 2)
+    expected = optimizer.state_dict()
+    for stage_index in range(3):
+        model = module()
+        whole = WholeOptimizer(make(model), model)
+        if before_pruning:
+            add(model, whole.optimizer)
+        whole.prune(lambda name, index=stage_index: STAGES[name] == index)  # type: ignore[misc]
+        if not before_pruning:
+            add(model, whole.optimizer)
+        whole.load_state_dict(expected)
+        assert whole.names == ("2.weight", "1.weight", "0.weight", "0.bias", "2.bias", "1.bias")
+        assert [len(names) for names in whole.group_names()] == [3, 2, 1]
+        assert len(whole.optimizer.param_groups[2]["params"]) == (stage_index == 1)
+        own = {position: expected["state"][position] for position in whole.local_states()}
+        assert len(own) == 2
+        assert_same_state(whole.state_dict(own), {**expected, "state": own})
+
+
+def test_groups_that_are_replaced_are_noted_anew() -> None:
+    """As finetuning callbacks do when a run is resumed."""
+    model = module()
+    whole = WholeOptimizer(make(model), model)
+    whole.prune(lambda name: STAGES[name] == 0)
+    whole.optimizer.param_groups = [{**whole.optimizer.defaults, "params": list(model.parameters())}]
+    assert whole.group_names() == [tuple(STAGES)]
+    assert len(whole.optimizer.param_groups[0]["params"]) == 2
+
+
 def test_state_of_what_is_let_go_is_let_go() -> None:
     model = module()
     optimizer = make(model)
