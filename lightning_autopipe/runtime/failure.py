@@ -81,7 +81,8 @@ class FailureMonitor:
         self._thread: threading.Thread | None = None
         self._rank_0_has_left = False
         self._show_once = threading.Lock()  # never released
-        self._own_failure: Failure | None = None
+        self._known_failure: Failure | None = None
+        """The first failure, once this process knows it: the store may be gone by the time that it is asked for."""
 
     def start(self) -> None:
         """Start to beat and to watch."""
@@ -112,7 +113,7 @@ class FailureMonitor:
             try:
                 failure = self._board.first_failure()
             except RuntimeError:
-                return self._own_failure
+                return self._known_failure
             if failure is not None or time.monotonic() >= deadline:
                 return failure
             time.sleep(min(0.1, self._interval_s))
@@ -128,9 +129,9 @@ class FailureMonitor:
             return own
         first = self.first_error(wait_s=wait_s if is_consequence(error) else 0.0)
         if first is None:
-            self._own_failure = own
+            self._known_failure = own
             try:
-                first = self._board.publish(own)
+                first = self._known_failure = self._board.publish(own)
             except RuntimeError:
                 first = own  # no store, no others to tell
             if self.global_rank == 0 and self._thread is not None:
@@ -170,7 +171,7 @@ class FailureMonitor:
             except RuntimeError as error:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since >= 2 * self._interval_s:
-                    failure = self._own_failure or self._store_is_gone(error)
+                    failure = self._known_failure or self._store_is_gone(error)
             if failure is not None:
                 self._end_process_after(failure)
                 return
@@ -191,6 +192,7 @@ class FailureMonitor:
                 Failure(global_rank=global_rank, stage_index=self._stage_index(global_rank), message=message)
             )
         if failure is not None:
+            self._known_failure = failure
             self._thread_board.mark(Mark.SAW_FAILURE, self.global_rank)
         return failure
 

@@ -224,6 +224,28 @@ def test_the_rank_that_holds_the_store_fails(how: str) -> None:
         assert expected in outcome.output, describe(outcomes)
 
 
+def wait_for_rank_0() -> None:
+    dist.init_process_group("gloo")
+    monitor = FailureMonitor(ParallelLayout(num_stages=3), interval_s=0.2)
+    monitor.start()
+    dist.barrier()
+    try:
+        with monitor.guard():
+            if dist.get_rank() == 0:
+                raise ValueError("a reason")
+            dist.recv(torch.empty(1), src=0)
+    except ValueError:
+        os._exit(1)  # the connections and the store break at once
+
+
+def test_the_first_error_is_raised_although_the_store_went_with_it() -> None:
+    outcomes = run_processes_to_end(
+        3, wait_for_rank_0, initialize_process_group=False, rank_0_hosts_store=True, timeout_s=30
+    )
+    for outcome in outcomes[1:]:
+        assert "another rank failed first. global rank 0, stage 2: ValueError: a reason" in (outcome.traceback or "")
+
+
 def run_monitors_in_turn() -> list[str | None]:
     """Two runs in one process group: a failure of the first is no failure of the second."""
     texts: list[str | None] = []
