@@ -84,6 +84,18 @@ def test_equal_numbers_pass_and_nothing_changes() -> None:
     assert torch.equal(random_state_now, random_state)
 
 
+def test_values_that_are_no_numbers_are_equal() -> None:
+    """A batch may have them, and the first steps of a training in float16 may overflow."""
+    torch.manual_seed(0)
+    module = Network()
+    hidden, target = batch_of(8)
+    hidden[0, 0] = float("nan")
+    batch = hidden, target
+    pipeline, plan = planned(module, batch, 3)
+    verdict = verify_pipeline(pipeline, plan, step_name="training_step", args=(batch, 0), kwargs={})
+    assert verdict.largest_difference == 0.0
+
+
 def test_a_wrong_replay_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     batch = batch_of(8)
