@@ -18,6 +18,11 @@ from torch.utils import _pytree as pytree
 from lightning_autopipe.core.errors import CaptureError
 
 _META = torch.device("meta")
+_SOMEWHERE = "another stage"
+_WAY_OUT_OF_HOOKS = (
+    " Where a hook or callback did this, let it go through the parameters that this process has: those in the groups "
+    "of trainer.optimizers[0]."
+)
 _computing_shapes = False
 
 
@@ -33,7 +38,7 @@ class AbsentTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, meta: torch.Tensor, device: torch.device, requires_grad: bool = False, home: str = "another stage"
+        cls, meta: torch.Tensor, device: torch.device, requires_grad: bool = False, home: str = _SOMEWHERE
     ) -> AbsentTensor:
         result: AbsentTensor = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -126,7 +131,7 @@ def _value_needed(func: Any, args: Any, kwargs: Any) -> AbsentValueError:
         if isinstance(leaf, AbsentTensor):
             return AbsentValueError(
                 f"{func} needs the value of a tensor of shape {tuple(leaf.shape)} that this process does not hold: "
-                f"it is on {leaf.home}."
+                f"it is on {leaf.home}." + ("" if leaf.home == _SOMEWHERE else _WAY_OUT_OF_HOOKS)
             )
     return AbsentValueError(f"{func} needs a value that this process does not hold.")
 
@@ -135,7 +140,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one ATen operation on meta twins and wrap what it gives; an input that is given back keeps its identity."""
     twins: dict[int, AbsentTensor] = {}
     device: torch.device | None = None
-    home = args[0].home if func in _SHAPELESS else "another stage"
+    home = args[0].home if func in _SHAPELESS else _SOMEWHERE
 
     def to_meta(leaf: Any) -> Any:
         nonlocal device
