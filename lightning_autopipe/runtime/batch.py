@@ -37,7 +37,8 @@ class BatchSplit:
             told = ", ".join(f"{_told(path)}: {size}" for path, size in sizes.items())
             raise BatchError(
                 f"The batch's leaves have different numbers of samples ({told}). Each must have one entry a sample; "
-                "name the leaves that are no samples with split_batch={...: None}."
+                "name the leaves that are no samples with split_batch={...: None}. Where they come from several "
+                "loaders, give these one batch_size, and drop_last=True."
             )
         return next(iter(sizes.values()), 1)
 
