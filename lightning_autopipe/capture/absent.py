@@ -203,6 +203,14 @@ def _change_shape(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _call_on_meta(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if torch.are_deterministic_algorithms_enabled():
+        # Some shapes are refused for what CUDA's kernel would do; the real operation is asked where it runs.
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        torch._C._set_deterministic_algorithms(False)
+        try:
+            return _call_on_meta(func, args, kwargs)
+        finally:
+            torch._C._set_deterministic_algorithms(True, warn_only=warn_only)
     if func is not torch.ops.aten._grouped_mm.default:
         return func(*args, **kwargs)
     # Its meta kernel takes bfloat16 alone, though others run; the shape of the result does not depend on the dtype.

@@ -95,3 +95,15 @@ def test_a_mask_of_the_batch_gives_a_known_number_of_rows() -> None:
 def test_it_cannot_be_saved() -> None:
     with pytest.raises(AbsentValueError, match=r"cannot be saved.*stage 3"):
         copy.copy(absent(2))
+
+
+def test_shapes_do_not_depend_on_what_is_deterministic_elsewhere() -> None:
+    """torch computes shapes of `histc` on the CPU, which is deterministic, as if it ran on CUDA, where it is not."""
+    torch.use_deterministic_algorithms(True, warn_only=False)
+    try:
+        with computing_shapes():
+            assert torch.histc(absent(6), bins=4, min=0, max=3).shape == (4,)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

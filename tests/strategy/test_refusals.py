@@ -233,4 +233,4 @@ def test_more_micro_batches_than_samples_are_warned_of_once() -> None:
         warnings.simplefilter("always")
         quiet_trainer(AutoPipeStrategy(num_microbatches=8), max_epochs=2).fit(seeded(MlpModule), datamodule=data)
     (message,) = [str(warning.message) for warning in caught if "num_microbatches" in str(warning.message)]
-    assert "num_microbatches=8 is more than the 4 samples" in message
+    assert "num_microbatches=8 is more than a replica's first batch has samples (4)" in message
