@@ -84,11 +84,10 @@ class ShardFolder:
         for name, entry in self._entries.items():
             mapped = None
             if len(entry.chunks) == 1:
-                place = self._metadata.storage_data[MetadataIndex(name, entry.chunks[0].offsets)]
                 try:
-                    mapped = files.tensor(place)
+                    mapped = files.tensor(self._metadata.storage_data[MetadataIndex(name, entry.chunks[0].offsets)])
                 except Exception as error:
-                    raise self._error(f"{place.relative_path}: {type(error).__name__}: {error}") from error
+                    raise self._error(f"{name} cannot be read: {type(error).__name__}: {error}") from error
             if mapped is None or mapped.shape != entry.size or mapped.dtype != entry.properties.dtype:
                 to_read[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
             else:

@@ -177,6 +177,13 @@ def without_a_tensor(path: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def without_a_place(path: Path) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for index in [index for index in metadata.storage_data if index.fqn == "state_dict.w"]:
+        del metadata.storage_data[index]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def of_weights(path: Path) -> None:
     torch.save({"w": 1}, path / "checkpoint.pt")
 
@@ -194,6 +201,7 @@ def of_weights(path: Path) -> None:
         (with_an_attribute, "it asks for '__init__' of"),
         (with_a_path, "it names a file elsewhere"),
         (without_a_tensor, "the values of state_dict.w .1 in all. are missing"),
+        (without_a_place, "is no complete sharded checkpoint"),
         (of_weights, "holds no checkpoint of a LightningModule"),
     ],
 )

@@ -73,45 +73,36 @@ def kept_checkpoints(trainer: Any, module: Any) -> Any:
     return scores, names, Path(callback.best_model_path).name, Path(callback.last_model_path).name
 
 
-def saved_average(trainer: Any, module: Any) -> Any:
-    """What a checkpoint holds of the average, and where training goes on from it."""
+def saved_and_resumed(trainer: Any, module: Any, *, look: Callable[[Any], Any], num_epochs: int) -> Any:
+    """What `look` finds in a checkpoint, and where training of so many more epochs goes on from it."""
     own_folder = tempfile.mkdtemp()
-    path = Path(trainer.strategy.broadcast(own_folder)) / "average.ckpt"
+    path = Path(trainer.strategy.broadcast(own_folder)) / "saved.ckpt"
     trainer.save_checkpoint(path)
-    sums = None
-    if trainer.is_global_zero:
-        checkpoint = torch.load(path, weights_only=True)
-        states = [checkpoint["state_dict"], checkpoint.get("current_model_state", {})]
-        states += [state.get("average_model_state") or {} for state in checkpoint["callbacks"].values()]
-        sums = [{name: float(value.double().sum()) for name, value in state.items()} for state in states]
-    trainer.fit_loop.max_epochs += 1
-    trainer.fit(module, datamodule=trainer.datamodule, ckpt_path=path)
-    trainer.strategy.barrier()
-    shutil.rmtree(own_folder)
-    if not trainer.is_global_zero:
-        return None
-    return sums, {name: float(p.detach().sum()) for name, p in module.named_parameters()}
-
-
-def saved_groups(trainer: Any, module: Any) -> Any:
-    """What a checkpoint holds of groups that were added in a fit, and where training goes on from it."""
-    own_folder = tempfile.mkdtemp()
-    path = Path(trainer.strategy.broadcast(own_folder)) / "finetuned.ckpt"
-    trainer.save_checkpoint(path)
-    found = None
-    if trainer.is_global_zero:
-        checkpoint = torch.load(path, weights_only=True)
-        (state,) = checkpoint["optimizer_states"]
-        (finetuning,) = (s for s in checkpoint["callbacks"].values() if "internal_optimizer_metadata" in s)
-        averages = {position: float(s["exp_avg"].sum()) for position, s in state["state"].items()}
-        found = state["param_groups"], averages, finetuning["internal_optimizer_metadata"]
-    trainer.fit_loop.max_epochs += 2
+    found = look(torch.load(path, weights_only=True)) if trainer.is_global_zero else None
+    trainer.fit_loop.max_epochs += num_epochs
     trainer.fit(module, datamodule=trainer.datamodule, ckpt_path=path)
     trainer.strategy.barrier()
     shutil.rmtree(own_folder)
     if not trainer.is_global_zero:
         return None
     return found, {name: float(p.detach().sum()) for name, p in module.named_parameters()}
+
+
+def averages_in(checkpoint: Any) -> Any:
+    states = [checkpoint["state_dict"], checkpoint.get("current_model_state", {})]
+    states += [state.get("average_model_state") or {} for state in checkpoint["callbacks"].values()]
+    return [{name: float(value.double().sum()) for name, value in state.items()} for state in states]
+
+
+def groups_in(checkpoint: Any) -> Any:
+    (state,) = checkpoint["optimizer_states"]
+    (finetuning,) = (s for s in checkpoint["callbacks"].values() if "internal_optimizer_metadata" in s)
+    averages = {position: float(s["exp_avg"].sum()) for position, s in state["state"].items()}
+    return state["param_groups"], averages, finetuning["internal_optimizer_metadata"]
+
+
+saved_average = partial(saved_and_resumed, look=averages_in, num_epochs=1)
+saved_groups = partial(saved_and_resumed, look=groups_in, num_epochs=2)
 
 
 def averaging(kind: type[pl.Callback], **options: Any) -> Callable[[], pl.Callback]:
