@@ -47,6 +47,11 @@ class Ownership:
         own = self.owned_parameters(place)
         return frozenset(name for name in own if place not in self._store.owners.get(name, ()))
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Know parameters by the other names that the module has given them; `names` has them by the ones before."""
+        self._store.rename(names)
+        self._first_name = _first_names(self._store.module)
+
     def _owners(self, name: str) -> frozenset[int]:
         return self._places(self._store.owners.get(self._first_name.get(name, name), (self._num_places - 1,)))
 

@@ -165,6 +165,11 @@ class CaptureStore:
         if is_cut:
             self.num_stages, self.cut_keys, self.owners = other.num_stages, other.cut_keys, other.owners
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Know parameters by other names, given by the ones before; traces are forgotten."""
+        self.owners = {names.get(name, name): stages for name, stages in self.owners.items()}
+        self.clear()
+
     def clear(self) -> None:
         """Forget all traces: the module's parameters are other objects now."""
         self._captures.clear()

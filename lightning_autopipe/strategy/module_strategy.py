@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from lightning_autopipe.strategy.options import StrategyOptions
 from lightning_autopipe.strategy.placement import fill_placeholders
 from lightning_autopipe.strategy.planning_strategy import PlanningStrategy
 from lightning_autopipe.strategy.predictions import unsilence_writers
+from lightning_autopipe.strategy.pruning import PruningOfWhole, pruning_callbacks
 from lightning_autopipe.strategy.refusals import explain_several_optimizers, refuse_callbacks, refuse_unsupported
 from lightning_autopipe.strategy.shared_decisions import SharedDecisions
 from lightning_autopipe.strategy.stopping import SharedStopping
@@ -103,8 +105,9 @@ class ModuleStrategy(PlanningStrategy):
         if self.trainer.state.fn != TrainerFn.FITTING:
             return
         refuse_callbacks(self.callbacks)
-        if averaging_callbacks(self.callbacks):
+        if averaging_callbacks(self.callbacks) or pruning_callbacks(self.callbacks):
             self._make_whole(module)  # they copy it in their setup, which comes next
+        if averaging_callbacks(self.callbacks):
             self._install(AveragesOfParts(self.callbacks, self._building, self._configured.recording))
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -138,6 +141,14 @@ class ModuleStrategy(PlanningStrategy):
                 gathers_module=self.options.checkpoint_format in ("sharded", "sharded_async"),
             )
             self.setup_optimizers(trainer)
+        self._install(
+            PruningOfWhole(
+                self.callbacks,
+                module,
+                whole=self._changing_names,
+                of_owner=self.session.placed_module.of_owner,
+            )
+        )
         self.setup_precision_plugin()
         self._share_decisions(module)
 
@@ -205,6 +216,16 @@ class ModuleStrategy(PlanningStrategy):
             session.is_ready = False  # in the middle of a fit, too, as LearningRateFinder does
         else:
             self._collect_parts(module)
+
+    @contextlib.contextmanager
+    def _changing_names(self) -> Iterator[None]:
+        """A context in which the module is whole, in host memory, and may rename parameters. Collective."""
+        assert self.lightning_module is not None
+        with self.naming_first_error(), torch.inference_mode(False):
+            self._make_whole(self.lightning_module)
+            self.session.placed_module.leave_device()
+            with self.session.placed_module.renaming():
+                yield
 
     def _gather_copy(self, copy: nn.Module) -> Mapping[str, Tensor]:
         return {} if self.is_interrupted else self.session.placed_module.gather_copy(copy)

@@ -102,11 +102,15 @@ class WholeOptimizer:
 
     def prune(self, is_owned: Callable[[str], bool]) -> None:
         """Lets the optimizer keep only the parameters whose (first) name is owned; groups may become empty."""
+        self._is_owned = is_owned
         if self._is_mock or self.is_pruned:
             return
         self.follow_groups()
-        self._is_owned = is_owned
         self._prune()
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Knows parameters by other names, given by the ones before."""
+        self._names = [names.get(name, name) for name in self._names]
 
     def _prune(self) -> None:
         is_owned = self._is_owned

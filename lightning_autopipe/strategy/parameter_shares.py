@@ -8,16 +8,18 @@ from torch import nn
 
 from lightning_autopipe.core.layout import ParallelLayout
 from lightning_autopipe.runtime.ownership import Ownership
+from lightning_autopipe.strategy.pruning import name_without_mask
 
 
 def even_shares(num_bytes: Mapping[str, int], num_shares: int) -> dict[str, int]:
     """Gives each parameter to a share, so that shares have about equally many bytes; the same on every rank.
 
-    The largest comes first, to the share that has least by then.
+    The largest comes first, to the share that has least by then. Whether a parameter is pruned does not count: what is
+    kept of it stays where it is.
     """
     filled = [0] * num_shares
     shares: dict[str, int] = {}
-    for name in sorted(num_bytes, key=lambda name: (-num_bytes[name], name)):
+    for name in sorted(num_bytes, key=lambda name: (-num_bytes[name], name_without_mask(name))):
         share = min(range(num_shares), key=filled.__getitem__)
         shares[name] = share
         filled[share] += num_bytes[name]

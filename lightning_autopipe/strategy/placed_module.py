@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,16 +90,31 @@ class PlacedModule:
         """Leaves this rank its own part of the planned module, on its device. Collective over all ranks."""
         with torch.inference_mode(False), torch.no_grad():
             if not self.is_placed:
-                # Processes that were not seeded alike have built different modules.
-                for module in (self.module, *self.copies):
-                    tensors = (*module.parameters(), *module.buffers())
-                    here = [tensor for tensor in tensors if not self._configured.has_to_make(tensor)]
-                    broadcast_tensors(here, self._communicator.world_group, source=0)
+                self._equalize()
             self._pipeline.place(self.copies)
             self.is_placed = self._communicator.layout.num_stages > 1
             self.make(self._owned_parameters)
             self._prune_optimizers()
             self._move_to(self._device)
+
+    def _equalize(self) -> None:
+        """Gives whole modules the values that rank 0 has: processes not seeded alike have built, or pruned, others."""
+        for module in (self.module, *self.copies):
+            tensors = (*module.parameters(), *module.buffers())
+            here = [tensor for tensor in tensors if not self._configured.has_to_make(tensor)]
+            broadcast_tensors(here, self._communicator.world_group, source=0)
+
+    @contextlib.contextmanager
+    def renaming(self) -> Iterator[None]:
+        """A context in which the module, whole on every rank, may give its parameters other names. Collective."""
+        before = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        yield
+        self._equalize()
+        after = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        names = {name: after[key] for key, name in before.items() if key in after}
+        self._pipeline.ownership.rename(names)
+        for whole in self.optimizers:
+            whole.rename(names)
 
     def make(self, names: Collection[str]) -> None:
         """Gives those of these parameters, and of their copies, their first values; others will not get any here."""
@@ -140,8 +156,9 @@ class PlacedModule:
 
     @property
     def is_spread(self) -> bool:
-        """Whether some rank lacks optimizer state."""
-        return self.is_placed or self._sharing_group is not None
+        """Whether some rank lacks optimizer state. A module that was made whole leaves its optimizers apart."""
+        has_parts = self._communicator.layout.num_stages > 1 and any(whole.is_pruned for whole in self.optimizers)
+        return self.is_placed or has_parts or self._sharing_group is not None
 
     @property
     def _owned_parameters(self) -> frozenset[str]:
@@ -151,6 +168,13 @@ class PlacedModule:
     def gatherer(self) -> StateGatherer:
         """Brings the stages' tensors to rank 0."""
         return self._gatherer_of(self.module)
+
+    def of_owner(self, name: str, value: Tensor) -> Tensor:
+        """The value, in host memory, that the owner of a parameter gives. Collective over each pipeline."""
+        owner = self._pipeline.ownership.parameter_owner(name) if self._communicator.layout.num_stages > 1 else 0
+        own = value.cpu() if owner == self._communicator.stage_index else None
+        shared: Tensor = self._communicator.broadcast_in_pipeline(own, stage_index=owner)
+        return shared
 
     def gather_copy(self, copy: nn.Module) -> dict[str, Tensor]:
         """On global rank 0 what other stages own of one of the copies. Collective over replica 0's pipeline."""

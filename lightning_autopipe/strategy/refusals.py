@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, ModelPruning
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -17,6 +17,8 @@ from torch.nn.parameter import UninitializedParameter
 from lightning_autopipe.capture.source_lines import line_of_function
 from lightning_autopipe.core.errors import ConfigurationError
 from lightning_autopipe.runtime.synchronized_batch_norm import synchronized_layers
+from lightning_autopipe.strategy.pruning import pruning_callbacks
+from lightning_autopipe.strategy.weight_averaging import averaging_callbacks
 
 STEP_NAMES = ("training_step", "validation_step", "test_step", "predict_step")
 _PRECISION_PLUGINS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
@@ -51,7 +53,7 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule, precisio
     _refuse_groups_of_batch_norm(module)
 
 
-def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
+def refuse_callbacks(callbacks: Sequence[Callback]) -> None:
     """Raises where a callback of a fit changes or compares what only a whole module in one process has.
 
     Raises:
@@ -65,12 +67,12 @@ def refuse_callbacks(callbacks: Iterable[Callback]) -> None:
                 "stages run out at different sizes. Remove it; with num_microbatches='auto' the search chooses "
                 "micro-batches that fit the memory of every stage, and batch_size is free"
             )
-        if isinstance(callback, ModelPruning):
-            raise ConfigurationError(
-                f"the callback {name} is not supported: it renames parameters of the module in the middle of a fit, "
-                "and compares those of all stages. Prune after the fit, when the module on global rank 0 is whole "
-                "(torch.nn.utils.prune), or train with strategy='auto'"
-            )
+    averaging, pruning = averaging_callbacks(callbacks), pruning_callbacks(callbacks)
+    if averaging and pruning:
+        raise ConfigurationError(
+            f"the callbacks {type(averaging[0]).__name__} and {type(pruning[0]).__name__} do not go together: pruning "
+            "adds masks to the module that the average, a copy made before, does not have. Remove one of them"
+        )
 
 
 def refuse_other_namespace(name: str, value: object, kind: type) -> None:

@@ -29,6 +29,7 @@ from lightning_autopipe.runtime.process_groups import groups_of
 from lightning_autopipe.strategy.communicator import Communicator
 from lightning_autopipe.strategy.optimizers import WholeOptimizer
 from lightning_autopipe.strategy.placed_module import PlacedModule, StatePlace
+from lightning_autopipe.strategy.pruning import name_under_mask
 from lightning_autopipe.strategy.state_gathering import whole_state_dict
 
 
@@ -162,7 +163,10 @@ class ShardedCheckpoints:
     def _module_entry(self, key: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         if not (is_plain(value) or is_absent(value)):
             return value
-        place = self._places.get(key, StatePlace(0, key))
+        place = self._places.get(key)
+        if place is None:  # pruned for good in the checkpoint alone: it lies where the parameter under its mask does
+            masked = self._places.get(name_under_mask(key))
+            place = StatePlace(0 if masked is None else masked.global_rank, key)
         name = f"state_dict.{place.stored_name}"
         if place.global_rank == self.communicator.global_rank and not is_absent(value):
             tensors[name] = value.detach()

@@ -101,7 +101,40 @@ def groups_in(checkpoint: Any) -> Any:
     return state["param_groups"], averages, finetuning["internal_optimizer_metadata"]
 
 
+def zeros_in(checkpoint: Any) -> Any:
+    return {name: int((value == 0).sum()) for name, value in sorted(checkpoint["state_dict"].items())}
+
+
+class SavingInEpoch(pl.Callback):
+    """Saves after some steps: where masks are older than the last step, and before the next ones."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.found.append(saved(trainer, zeros_in))
+
+
+def saved(trainer: Any, look: Callable[[Any], Any]) -> Any:
+    """What `look` finds in a checkpoint."""
+    own_folder = tempfile.mkdtemp()
+    path = Path(trainer.strategy.broadcast(own_folder)) / "saved.ckpt"
+    trainer.save_checkpoint(path)
+    found = look(torch.load(path, weights_only=True)) if trainer.is_global_zero else None
+    trainer.strategy.barrier()
+    shutil.rmtree(own_folder)
+    return found
+
+
+def saved_zeros(trainer: Any, module: Any) -> Any:
+    (callback,) = (c for c in trainer.callbacks if isinstance(c, SavingInEpoch))
+    found = [*callback.found, saved(trainer, zeros_in)]
+    return found if trainer.is_global_zero else None
+
+
 saved_average = partial(saved_and_resumed, look=averages_in, num_epochs=1)
+saved_pruning = partial(saved_and_resumed, look=zeros_in, num_epochs=2)
 saved_groups = partial(saved_and_resumed, look=groups_in, num_epochs=2)
 
 
@@ -365,9 +398,54 @@ ITEMS = {
         fit=Fit(module_class=MlpModule, data=DATA, callbacks=(BatchSizeFinder,)),
         refused=r"stages run out at different sizes\. Remove it",
     ),
-    "ModelPruning": Item(
-        fit=Fit(module_class=MlpModule, data=DATA, callbacks=(partial(ModelPruning, "l1_unstructured", amount=0.5),)),
-        refused=r"Prune after the fit",
+    "ModelPruning: over all parameters, lottery tickets": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            callbacks=(partial(ModelPruning, "l1_unstructured", amount=0.3), SavingInEpoch),
+            trainer_options={"max_epochs": 3},
+            after=saved_zeros,
+        )
+    ),
+    "ModelPruning: layer by layer, resumed": Item(
+        fit=Fit(
+            module_class=FinetunedModule,
+            data=DATA,
+            callbacks=(
+                partial(
+                    ModelPruning,
+                    "ln_structured",
+                    amount=0.4,
+                    pruning_dim=0,
+                    pruning_norm=2,
+                    parameter_names=["weight"],
+                    use_global_unstructured=False,
+                    use_lottery_ticket_hypothesis=False,
+                    prune_on_train_epoch_end=False,
+                ),
+            ),
+            trainer_options={"max_epochs": 2, "val_check_interval": 2},
+            after=saved_pruning,
+        )
+    ),
+    "ModelPruning: masks kept": Item(
+        fit=Fit(
+            module_class=MlpModule,
+            data=DATA,
+            callbacks=(
+                partial(
+                    ModelPruning,
+                    "l1_unstructured",
+                    amount=4,
+                    parameter_names=["weight"],
+                    make_pruning_permanent=False,
+                    use_lottery_ticket_hypothesis=False,
+                ),
+                SavingInEpoch,
+            ),
+            trainer_options={"max_epochs": 2},
+            after=saved_zeros,
+        )
     ),
 }
 

@@ -1,0 +1,140 @@
+"""Lightning's `ModelPruning`, on ranks that keep a part of the module.
+
+It compares the values of all parameters with one another, and gives what it prunes other names in the middle of a fit.
+So its own code sees the whole module on every rank, as on one device; the next batch leaves each rank its part again.
+The masks stay whole everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelPruning
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+
+from lightning_autopipe.capture.absent import computing_shapes
+
+_ORIGINAL = "_orig"
+"""What `torch.nn.utils.prune` adds to the name of a parameter that it puts under a mask."""
+
+ValueOfOwner = Callable[[str, Tensor], Tensor]
+"""The value that the owner of a parameter gives, by its first name; in host memory. Collective over each pipeline."""
+
+
+def pruning_callbacks(callbacks: Iterable[pl.Callback]) -> list[Any]:
+    """Those that prune."""
+    return [callback for callback in callbacks if isinstance(callback, ModelPruning)]
+
+
+def name_under_mask(name: str) -> str:
+    """What a parameter is called while it is pruned."""
+    return name + _ORIGINAL
+
+
+def name_without_mask(name: str) -> str:
+    """What a parameter is called when it is not pruned."""
+    return name.removesuffix(_ORIGINAL)
+
+
+class PruningOfWhole:
+    """Lets `ModelPruning` prune the whole module.
+
+    Args:
+        callbacks: The Trainer's.
+        module: The user's.
+        whole: A context in which the module is whole on every rank and may give its parameters other names.
+        of_owner: Gives what only the owner of a parameter has.
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[pl.Callback],
+        module: nn.Module,
+        *,
+        whole: Callable[[], AbstractContextManager[None]],
+        of_owner: ValueOfOwner,
+    ) -> None:
+        self._callbacks = pruning_callbacks(callbacks)
+        self._module = module
+        self._whole = whole
+        self._of_owner = of_owner
+
+    def install(self) -> None:
+        """Changes methods of the callbacks; `remove` changes them back."""
+        for callback in self._callbacks:
+            vars(callback)["apply_pruning"] = partial(self._prune, callback)
+            vars(callback)["apply_lottery_ticket_hypothesis"] = partial(self._reset, callback)
+            vars(callback)["make_pruning_permanent"] = partial(self._make_permanent, callback)
+            vars(callback)["on_save_checkpoint"] = partial(_save, callback)
+
+    def remove(self) -> None:
+        """Undoes `install`."""
+        for callback in self._callbacks:
+            for name in (
+                "apply_pruning",
+                "apply_lottery_ticket_hypothesis",
+                "make_pruning_permanent",
+                "on_save_checkpoint",
+            ):
+                vars(callback).pop(name, None)
+
+    def _prune(self, callback: Any, amount: float) -> None:
+        self._share_masked()
+        with self._whole():
+            type(callback).apply_pruning(callback, amount)
+
+    def _reset(self, callback: Any) -> None:
+        # Lightning's reset may let parameters share memory with the copies that they are reset to, which are trained
+        # from then on: the copy of the rank that trains a parameter counts.
+        for entry in callback._original_layers.values():
+            for index, name in entry["names"]:
+                copied = getattr(entry["data"], name)
+                shared = self._of_owner(self._name_of(*callback._parameters_to_prune[index]), copied.detach())
+                if shared.data_ptr() != copied.data_ptr():
+                    copied.data = shared.to(copied.device)
+        with self._whole():
+            type(callback).apply_lottery_ticket_hypothesis(callback)
+
+    def _make_permanent(self, callback: Any, module: nn.Module) -> None:
+        if next(_pruned(module), None) is None:
+            return
+        with self._whole():
+            type(callback).make_pruning_permanent(callback, module)
+
+    def _share_masked(self) -> None:
+        """Gives every rank the masked parameters as the last forward has left them: they are what is pruned next."""
+        for module, name in _pruned(self._module):
+            masked = getattr(module, name)
+            setattr(module, name, self._of_owner(self._name_of(module, name), masked.detach()))
+
+    def _name_of(self, module: nn.Module, name: str) -> str:
+        parameter = module._parameters.get(name_under_mask(name), module._parameters.get(name))
+        return next(name for name, other in self._module.named_parameters() if other is parameter)
+
+
+class _Stored:
+    """A module of which a checkpoint holds the state, for code that asks the module for it."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+
+def _save(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+    # Lightning would take the state of the module at hand, which is a part. What is absent stays so under its mask.
+    with computing_shapes():
+        type(callback).on_save_checkpoint(callback, trainer, _Stored(checkpoint["state_dict"]), checkpoint)
+
+
+def _pruned(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for submodule in module.modules():
+        for hook in submodule._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                yield submodule, hook._tensor_name
