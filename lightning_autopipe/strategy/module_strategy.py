@@ -145,8 +145,8 @@ class ModuleStrategy(PlanningStrategy):
             PruningOfWhole(
                 self.callbacks,
                 module,
+                parts=self.session.placed_module,
                 whole=self._changing_names,
-                of_owner=self.session.placed_module.of_owner,
             )
         )
         self.setup_precision_plugin()

@@ -169,12 +169,18 @@ class PlacedModule:
         """Brings the stages' tensors to rank 0."""
         return self._gatherer_of(self.module)
 
-    def of_owner(self, name: str, value: Tensor) -> Tensor:
-        """The value, in host memory, that the owner of a parameter gives. Collective over each pipeline."""
-        owner = self._pipeline.ownership.parameter_owner(name) if self._communicator.layout.num_stages > 1 else 0
-        own = value.cpu() if owner == self._communicator.stage_index else None
-        shared: Tensor = self._communicator.broadcast_in_pipeline(own, stage_index=owner)
-        return shared
+    def owns(self, name: str) -> bool:
+        """Whether this rank's stage trains a parameter, by its first name."""
+        return self._communicator.layout.num_stages == 1 or name in self._owned_parameters
+
+    def of_holder(self, value: Tensor, *, is_held: bool) -> Tensor | None:
+        """The value that the first stage has which holds it, in host memory; None: none does. Collective."""
+        holders = [stage for stage, holds in enumerate(self._communicator.gather_in_pipeline(is_held)) if holds]
+        if not holders:
+            return None
+        own = value.cpu() if holders[0] == self._communicator.stage_index else None
+        held: Tensor = self._communicator.broadcast_in_pipeline(own, stage_index=holders[0])
+        return held
 
     def gather_copy(self, copy: nn.Module) -> dict[str, Tensor]:
         """On global rank 0 what other stages own of one of the copies. Collective over replica 0's pipeline."""

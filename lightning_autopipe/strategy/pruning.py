@@ -7,23 +7,31 @@ The masks stay whole everywhere.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.nn.utils.prune import BasePruningMethod
 
-from lightning_autopipe.capture.absent import computing_shapes
+from lightning_autopipe.capture.absent import absent_like, computing_shapes, is_absent
 
 _ORIGINAL = "_orig"
 """What `torch.nn.utils.prune` adds to the name of a parameter that it puts under a mask."""
 
-ValueOfOwner = Callable[[str, Tensor], Tensor]
-"""The value that the owner of a parameter gives, by its first name; in host memory. Collective over each pipeline."""
+
+class Parts(Protocol):
+    """A module of which each rank has a part."""
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank's stage trains a parameter, by its first name."""
+
+    def of_holder(self, value: Tensor, *, is_held: bool) -> Tensor | None:
+        """The value that the first stage has which holds it, in host memory; None: none does. Collective."""
 
 
 def pruning_callbacks(callbacks: Iterable[pl.Callback]) -> list[Any]:
@@ -47,8 +55,8 @@ class PruningOfWhole:
     Args:
         callbacks: The Trainer's.
         module: The user's.
-        whole: A context in which the module is whole on every rank and may give its parameters other names.
-        of_owner: Gives what only the owner of a parameter has.
+        parts: What of it is where.
+        whole: A context in which it is whole on every rank and may give its parameters other names.
     """
 
     def __init__(
@@ -56,16 +64,19 @@ class PruningOfWhole:
         callbacks: Iterable[pl.Callback],
         module: nn.Module,
         *,
+        parts: Parts,
         whole: Callable[[], AbstractContextManager[None]],
-        of_owner: ValueOfOwner,
     ) -> None:
         self._callbacks = pruning_callbacks(callbacks)
         self._module = module
+        self._parts = parts
         self._whole = whole
-        self._of_owner = of_owner
+        self._left: dict[tuple[nn.Module, str], weakref.ref[Tensor]] = {}
+        """The masked parameters that no forward had put there yet when they were last noted."""
 
     def install(self) -> None:
         """Changes methods of the callbacks; `remove` changes them back."""
+        self._note_masked()
         for callback in self._callbacks:
             vars(callback)["apply_pruning"] = partial(self._prune, callback)
             vars(callback)["apply_lottery_ticket_hypothesis"] = partial(self._reset, callback)
@@ -82,11 +93,20 @@ class PruningOfWhole:
                 "on_save_checkpoint",
             ):
                 vars(callback).pop(name, None)
+        for module, name in _pruned(self._module) if self._callbacks else ():
+            parameter, mask = module.get_parameter(name_under_mask(name)), module.get_buffer(f"{name}_mask")
+            if is_absent(getattr(module, name)) and not is_absent(parameter):  # gathered on this rank
+                setattr(module, name, mask.to(dtype=parameter.dtype) * parameter)
 
     def _prune(self, callback: Any, amount: float) -> None:
         self._share_masked()
         with self._whole():
             type(callback).apply_pruning(callback, amount)
+        for module, name in _pruned(self._module):
+            if not self._parts.owns(self._name_of(module, name)):
+                masked = getattr(module, name)
+                setattr(module, name, absent_like(masked.detach(), "another stage of the pipeline", masked.device))
+        self._note_masked()
 
     def _reset(self, callback: Any) -> None:
         # Lightning's reset may let parameters share memory with the copies that they are reset to, which are trained
@@ -94,8 +114,9 @@ class PruningOfWhole:
         for entry in callback._original_layers.values():
             for index, name in entry["names"]:
                 copied = getattr(entry["data"], name)
-                shared = self._of_owner(self._name_of(*callback._parameters_to_prune[index]), copied.detach())
-                if shared.data_ptr() != copied.data_ptr():
+                is_trained = self._parts.owns(self._name_of(*callback._parameters_to_prune[index]))
+                shared = self._parts.of_holder(copied.detach(), is_held=is_trained)
+                if shared is not None and not is_trained:
                     copied.data = shared.to(copied.device)
         with self._whole():
             type(callback).apply_lottery_ticket_hypothesis(callback)
@@ -106,11 +127,21 @@ class PruningOfWhole:
         with self._whole():
             type(callback).make_pruning_permanent(callback, module)
 
+    def _note_masked(self) -> None:
+        if self._callbacks:
+            self._left = {(module, name): weakref.ref(getattr(module, name)) for module, name in _pruned(self._module)}
+
     def _share_masked(self) -> None:
-        """Gives every rank the masked parameters as the last forward has left them: they are what is pruned next."""
-        for module, name in _pruned(self._module):
+        """Gives every rank the masked parameters as the last forward has left them: they are what is pruned next.
+
+        Which stage that is does not follow from who has the parameter, where it is tied: it has put a new tensor there.
+        """
+        for key, left in self._left.items():
+            module, name = key
             masked = getattr(module, name)
-            setattr(module, name, self._of_owner(self._name_of(module, name), masked.detach()))
+            shared = self._parts.of_holder(masked.detach(), is_held=not is_absent(masked) and masked is not left())
+            if shared is not None:
+                setattr(module, name, shared)
 
     def _name_of(self, module: nn.Module, name: str) -> str:
         parameter = module._parameters.get(name_under_mask(name), module._parameters.get(name))

@@ -470,9 +470,8 @@ def test_modules_that_are_refused(module_class: type[MlpModule], message: str) -
 
 def test_callbacks_that_are_refused() -> None:
     data = InOrder(regression_data(8), batch_size=8)
-    pruning = pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)
-    with pytest.raises(ConfigurationError, match="ModelPruning"):
-        fit(seeded(MlpModule), data, AutoPipeStrategy(), callbacks=[pruning])
+    with pytest.raises(ConfigurationError, match="BatchSizeFinder"):
+        fit(seeded(MlpModule), data, AutoPipeStrategy(), callbacks=[pl.callbacks.BatchSizeFinder()])
 
 
 def test_a_wrong_number_of_processes_is_refused_in_the_trainers_own_line() -> None:
