@@ -34,7 +34,7 @@ DATA = partial(InOrder, token_data(32), token_data(8, seed=1), batch_size=8, val
 
 
 class Saving(pl.Callback):
-    """Saves in the middle of each epoch, and looks at what there is of the masked weights."""
+    """Saves in the middle and at the end of each epoch, and looks at what there is of the masked weights."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
@@ -43,6 +43,20 @@ class Saving(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx != 1:
             return
+        self._save(trainer)
+        self.held.append(
+            {
+                name: is_absent(getattr(module.get_submodule(path), attribute)) >= is_absent(parameter)
+                for name, parameter in module.named_parameters()
+                if (path := name.rpartition(".")[0]) and name.endswith("_orig")
+                for attribute in [name.rpartition(".")[2].removesuffix("_orig")]
+            }
+        )
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self._save(trainer)
+
+    def _save(self, trainer: Any) -> None:
         folder = trainer.strategy.broadcast(tempfile.mkdtemp())
         trainer.save_checkpoint(Path(folder) / "saved.ckpt")
         trainer.strategy.barrier()
@@ -53,14 +67,6 @@ class Saving(pl.Callback):
         self.states.append((tensors, moments))
         trainer.strategy.barrier()
         shutil.rmtree(folder, ignore_errors=True)
-        self.held.append(
-            {
-                name: is_absent(getattr(module.get_submodule(path), attribute)) >= is_absent(parameter)
-                for name, parameter in module.named_parameters()
-                if (path := name.rpartition(".")[0]) and name.endswith("_orig")
-                for attribute in [name.rpartition(".")[2].removesuffix("_orig")]
-            }
-        )
 
 
 def saved(trainer: Any, module: Any) -> Any:
@@ -78,7 +84,16 @@ def masks(trainer: Any, module: Any) -> Any:
 def validated(trainer: Any, module: Any) -> Any:
     """Prunes once more, in an evaluation without a fit."""
     trainer.validate(module, datamodule=trainer.datamodule, verbose=False)
-    return {name: int((mask == 0).sum()) for name, mask in masks(trainer, module).items()}
+    return {name: int((mask == 0).sum()) for name, mask in masks(trainer, module).items()}, saved(trainer, module)[0]
+
+
+def assert_same_states(states: Any, expected: Any) -> None:
+    assert len(states) == len(expected) == 6
+    for state, of_plain in zip(states, expected, strict=True):
+        for tensors, plain_tensors in zip(state, of_plain, strict=True):
+            assert tensors.keys() == plain_tensors.keys()
+            for name, value in plain_tensors.items():
+                torch.testing.assert_close(tensors[name], value, rtol=1e-10, atol=1e-12)
 
 
 def pruned_fit(*, after: Any, strategy_options: dict[str, Any] | None = None, **options: Any) -> Fit:
@@ -121,17 +136,9 @@ def found() -> dict[str, Any]:
 def test_shares_of_optimizer_states_and_sharded_checkpoints_outlive_other_names(found: dict[str, Any]) -> None:
     plain = fit_plain(SHARED)
     assert_same_result(plain, found["shared"])
-    expected, _ = plain.after
     for rank in found["shared"]:
         states, held = rank.after
-        assert len(states) == len(expected) == 3
-        for (tensors, moments), (plain_tensors, plain_moments) in zip(states, expected, strict=True):
-            assert tensors.keys() == plain_tensors.keys()
-            for name, value in plain_tensors.items():
-                torch.testing.assert_close(tensors[name], value, rtol=1e-10, atol=1e-12)
-            assert moments.keys() == plain_moments.keys()
-            for position, value in plain_moments.items():
-                torch.testing.assert_close(moments[position], value, rtol=1e-10, atol=1e-12)
+        assert_same_states(states, plain.after[0])
         # Masked weights of other stages take no memory once a batch has run.
         assert [len(of_epoch) for of_epoch in held] == [0, len(held[1]), len(held[1])]
         assert held[1]
@@ -150,7 +157,10 @@ def test_random_masks_and_new_values_are_rank_zeros(found: dict[str, Any]) -> No
 def test_an_evaluation_without_a_fit_prunes_too(found: dict[str, Any]) -> None:
     plain = fit_plain(IN_VALIDATION)
     assert_same_result(plain, found["validation"])
-    assert all(rank.after == plain.after for rank in found["validation"])
+    for rank in found["validation"]:
+        zeros, states = rank.after
+        assert zeros == plain.after[0]
+        assert_same_states(states, plain.after[1])
 
 
 def test_who_keeps_the_state_of_a_parameter_does_not_change_when_it_is_pruned() -> None:
