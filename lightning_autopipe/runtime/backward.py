@@ -27,12 +27,17 @@ def run_backward(received: Sequence[Tensor], output: StageOutput, gradients: Seq
     roots, root_gradients = _roots(output, gradients)
     if roots:
         with without_autocast():
-            _accumulate(roots, root_gradients)
+            # What `torch.autograd.backward` does but its checks of shapes, a third of a small backward: gradients were
+            # received in the shapes of their roots.
+            _run_engine(
+                tuple(roots), tuple(root_gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
     found = []
     for leaf in received:
         if leaf.requires_grad:
-            found.append(_in_layout_of(leaf, leaf.grad))
+            gradient = leaf.grad
             leaf.grad = None
+            found.append(_in_layout_of(leaf, gradient))
     return tuple(found)
 
 
@@ -53,26 +58,18 @@ def run_weight_backward(rest: DeferredBackward) -> None:
         rest.run()
 
 
-def _accumulate(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Do what `torch.autograd.backward` does, without its checks of shapes, which take a third of a small backward.
-
-    Gradients were received in the shapes of their roots.
-    """
-    pairs = zip(roots, gradients, strict=True)
-    given = tuple([torch.ones_like(root) if gradient is None else gradient for root, gradient in pairs])
-    _run_engine(tuple(roots), given, False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _roots(output: StageOutput, gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor | None]]:
+def _roots(output: StageOutput, gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     roots = [tensor for tensor in output.sent if tensor.requires_grad]
-    root_gradients: list[Tensor | None] = list(gradients)
-    assert len(roots) == len(root_gradients), (len(roots), len(root_gradients))
-    loss = output.loss
+    assert len(roots) == len(gradients), (len(roots), len(gradients))
+    loss, more = output.loss, output.roots
+    if loss is None and more is None:
+        return roots, gradients
+    root_gradients = list(gradients)
     if loss is not None and loss.requires_grad:
         roots.append(loss)
-        root_gradients.append(None)
-    if output.roots is not None:
-        more_roots, more_gradients = output.roots()
+        root_gradients.append(torch.ones_like(loss))
+    if more is not None:
+        more_roots, more_gradients = more()
         roots.extend(more_roots)
         root_gradients.extend(more_gradients)
     return roots, root_gradients

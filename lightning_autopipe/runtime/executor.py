@@ -22,6 +22,8 @@ from lightning_autopipe.runtime.units import Unit, unit_name
 
 _MAX_UNRELEASED_SENDS = 4
 """How many messages whose tensors no stash keeps (gradients, activations in evaluation) may be under way at once."""
+_FORWARD, _BACKWARD = ActionType.FORWARD, ActionType.BACKWARD
+_FORWARDS, _BACKWARDS = Direction.FORWARD, Direction.BACKWARD
 _MAX_PROGRAMS = 8
 """How many schedules stay written out; batches of another size have others."""
 
@@ -116,33 +118,39 @@ class StageExecutor:
         program = self._program(schedule)
         by_index = stages if isinstance(stages, Mapping) else {self.stage_index: stages}
         transport, observer = self._transport, self.observer
+        receive_waits = transport.receive_waits
         self._unreleased.clear()
         self.peak_live_microbatches = 0
         try:
             transport.begin_step(_step_plan(program, by_index[self.stage_index], self._signatures))
             for position, step in enumerate(program.actions):
-                self.current_action = step.action
-                waited_from_s = time.perf_counter() if observer is not None else 0.0
+                self.current_action = action = step.action
+                if observer is not None:
+                    waited_from_s = time.perf_counter()
                 if position == program.last_backward and before_last_backward is not None:
                     before_last_backward()
                 values: tuple[Tensor, ...] = ()
                 if step.takes is not None:
                     assert step.takes_from is not None
-                    if not transport.receive_waits:
+                    if not receive_waits:
                         while not transport.has_arrived(step.takes_from, step.takes):
-                            yield step.action
+                            yield action
                     values = transport.receive(step.takes_from, step.takes)
-                started_s = time.perf_counter() if observer is not None else 0.0
+                if observer is not None:
+                    started_s = time.perf_counter()
                 try:
-                    self._carry_out(step, by_index[step.action.stage_index], values)
+                    if action.type is _FORWARD:
+                        self._forward(step, by_index[action.stage_index], values)
+                    else:
+                        self._backward(step, values)
                 except Exception as error:
-                    placed = self._placed(error, step.action)
+                    placed = self._placed(error, action)
                     if placed is error:
                         raise
                     raise placed from error
                 values = ()  # while the rank waits for the next one
                 if observer is not None:
-                    observer.ran(step.action, waited_from_s, started_s, time.perf_counter())
+                    observer.ran(action, waited_from_s, started_s, time.perf_counter())
             transport.end_step()
             self.current_action = None
         finally:
@@ -160,24 +168,6 @@ class StageExecutor:
 
     # One action ------------------------------------------------------------
 
-    def _carry_out(self, step: RankAction, stage: StageForward, values: tuple[Tensor, ...]) -> None:
-        action = step.action
-        if action.type is ActionType.FORWARD:
-            self._forward(step, stage, values)
-            return
-        live = self._live[step.key]
-        if action.type is ActionType.BACKWARD_WEIGHT:
-            assert live.rest is not None
-            run_weight_backward(live.rest)
-        elif action.type is ActionType.BACKWARD:
-            self._send_gradients(step, run_backward(live.received, live.output, values))
-        else:
-            gradients, live.rest = run_input_backward(live.received, live.output, values)
-            live.received, live.output = (), StageOutput()
-            self._send_gradients(step, gradients)
-        if step.ends_backward:
-            del self._live[step.key]
-
     def _forward(self, step: RankAction, stage: StageForward, received: tuple[Tensor, ...]) -> None:
         output = stage.forward(step.unit_index, received)
         crossing = step.gives
@@ -186,22 +176,37 @@ class StageExecutor:
         elif not step.sends:
             self._unsent[crossing] = output.sent
         else:
-            values = [output.sent if sent == crossing else self._unsent.pop(sent) for sent in step.sends]
-            self._transport.send(Direction.FORWARD, step.sends, values)
+            earlier = [self._unsent.pop(sent) for sent in step.sends[:-1]]
+            self._transport.send(_FORWARDS, step.sends, [*earlier, output.sent])
             if not step.has_backward:
                 for sent in step.sends:
-                    self._release_later(Direction.FORWARD, sent)
+                    self._release_later(_FORWARDS, sent)
         if step.has_backward:
             self._live[step.key] = _Live(received, output)
             if len(self._live) > self.peak_live_microbatches:
                 self.peak_live_microbatches = len(self._live)
 
+    def _backward(self, step: RankAction, gradients: tuple[Tensor, ...]) -> None:
+        live = self._live[step.key]
+        part = step.action.type
+        if part is _BACKWARD:
+            self._send_gradients(step, run_backward(live.received, live.output, gradients))
+        elif part is ActionType.BACKWARD_WEIGHT:
+            assert live.rest is not None
+            run_weight_backward(live.rest)
+        else:
+            found, live.rest = run_input_backward(live.received, live.output, gradients)
+            live.received, live.output = (), StageOutput()
+            self._send_gradients(step, found)
+        if step.ends_backward:
+            del self._live[step.key]
+
     def _send_gradients(self, step: RankAction, gradients: tuple[Tensor, ...]) -> None:
         if step.takes is not None:
-            self._transport.release(Direction.FORWARD, step.takes)
+            self._transport.release(_FORWARDS, step.takes)
         if step.gives is not None and gradients:
-            self._transport.send(Direction.BACKWARD, step.sends, (gradients,))
-            self._release_later(Direction.BACKWARD, step.gives)
+            self._transport.send(_BACKWARDS, step.sends, (gradients,))
+            self._release_later(_BACKWARDS, step.gives)
 
     def _release_later(self, direction: Direction, crossing: Crossing) -> None:
         self._unreleased.append((direction, crossing))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -77,6 +76,14 @@ class Link:
         )
 
 
+_SMALL_BYTES = 2**20
+"""Memory that nobody notices. While no more than that is under way, a channel waits for its sends at the end of the
+step, for all in one go; and receives are posted beyond the window for as many messages as are no more than that
+together: what is small waits for the peer's answer longer than for its bytes."""
+_MAX_SMALL = 64
+"""Receives beyond the window are posted in bursts of up to so many, for which the peer wakes up once."""
+
+
 class SendChannel:
     """Sends messages without waiting for the receiver and keeps their tensors until they are released."""
 
@@ -84,6 +91,7 @@ class SendChannel:
         self._link = link
         self._wire = wire
         self._pending: dict[Crossing, list[tuple[dist.Work, Tensor]]] = {}
+        self._pending_bytes = 0
         self.sent_bytes = 0
         """So far."""
 
@@ -93,29 +101,28 @@ class SendChannel:
         for tensor in tensors:
             if tensor.numel():
                 buffer = self._wire.outgoing(tensor)
-                self.sent_bytes += buffer.nbytes
+                self._pending_bytes += buffer.nbytes
                 works.append((self._link.isend(buffer, message[0]), buffer))
         for crossing in message:
             self._pending[crossing] = works
 
     def release(self, crossing: Crossing) -> None:
-        """Wait until the message with a crossing is out, and let go of its tensors."""
-        works = self._pending.pop(crossing, None)
-        while works:
-            self._link.wait(works[0][0], crossing, "send")
-            del works[0]  # the other crossings of the message share the list
+        """Let go of the tensors of the message with a crossing, once it is out; what is small may stay longer."""
+        if self._pending_bytes > _SMALL_BYTES:
+            self._finish(self._pending.pop(crossing, []), crossing)
 
     def release_all(self) -> None:
         """Wait for everything."""
-        for crossing in list(self._pending):
-            self.release(crossing)
+        for crossing, works in self._pending.items():
+            self._finish(works, crossing)
+        self._pending.clear()
 
-
-_SMALL_BYTES = 2**20
-_MAX_SMALL = 64
-"""Beyond the window receives are posted for as many messages as are no more than so many bytes together: memory that
-nobody notices, and what is small waits for the peer's answer longer than for its bytes. They are posted in bursts, for
-which the peer wakes up once."""
+    def _finish(self, works: list[tuple[dist.Work, Tensor]], crossing: Crossing) -> None:
+        while works:
+            work, buffer = works.pop()  # the other crossings of the message share the list
+            self._link.wait(work, crossing, "send")
+            self._pending_bytes -= buffer.nbytes
+            self.sent_bytes += buffer.nbytes
 
 
 SpecsOf = Callable[[Crossing, bool], "tuple[Sequence[TensorSpec], int] | None"]
@@ -124,12 +131,11 @@ SpecsOf = Callable[[Crossing, bool], "tuple[Sequence[TensorSpec], int] | None"]
 class _Posted:
     """A message whose receives are posted, and what is to be waited for; all its crossings share it."""
 
-    __slots__ = ("is_taken", "num_bytes", "works")
+    __slots__ = ("num_bytes", "works")
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.works: list[tuple[dist.Work, Tensor, Tensor]] = []  # work, buffer, target
-        self.is_taken = False
+        self.works: list[tuple[dist.Work, Tensor, Tensor]] | None = []  # work, buffer, target; None: waited for
 
 
 class ReceiveChannel:
@@ -143,10 +149,9 @@ class ReceiveChannel:
     block of the last message out again as it is; a pool here would save nothing that could be measured.
     """
 
-    def __init__(self, link: Link, wire: Wire, *, device: torch.device) -> None:
+    def __init__(self, link: Link, wire: Wire) -> None:
         self._link = link
         self._wire = wire
-        self._device = device
         self._window = 0
         self._order: deque[Message] = deque()
         self._posted: dict[Crossing, tuple[_Posted, tuple[Tensor, ...]]] = {}
@@ -182,17 +187,17 @@ class ReceiveChannel:
             assert self._order, crossing
             self._post_next(True)
         posted, values = found
-        if not posted.is_taken:
-            posted.is_taken = True
+        works = posted.works
+        if works is not None:
+            posted.works = None
             self._num_ahead -= 1
             self._bytes_ahead -= posted.num_bytes
             if self._order:
                 self.post_ahead()
-            for work, buffer, target in posted.works:
+            for work, buffer, target in works:
                 self._link.wait(work, crossing, "receive")
                 if buffer is not target:
                     self._wire.arrived(buffer, target)
-            posted.works.clear()
         return values
 
     def _post_next(self, wait: bool) -> bool:
@@ -209,15 +214,16 @@ class ReceiveChannel:
             return False
         self._order.popleft()
         posted = _Posted(num_bytes)
+        works = posted.works
+        assert works is not None
         for crossing, own in zip(message, specs, strict=True):
-            self._posted[crossing] = posted, tuple([self._post(spec, crossing, posted) for spec in own])
+            values = []
+            for spec in own:
+                buffer, target = self._wire.incoming(spec)
+                if spec.num_bytes:
+                    works.append((self._link.irecv(buffer, crossing), buffer, target))
+                values.append(target.requires_grad_() if spec.requires_grad else target)
+            self._posted[crossing] = posted, tuple(values)
         self._num_ahead += 1
         self._bytes_ahead += num_bytes
         return True
-
-    def _post(self, spec: TensorSpec, crossing: Crossing, posted: _Posted) -> Tensor:
-        target = spec.empty(self._device)
-        if target.numel():
-            buffer = self._wire.incoming(target)
-            posted.works.append((self._link.irecv(buffer, crossing), buffer, target))
-        return target.requires_grad_() if spec.requires_grad else target

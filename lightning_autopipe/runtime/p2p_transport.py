@@ -12,10 +12,11 @@ from lightning_autopipe.core.errors import PlanError
 from lightning_autopipe.runtime.errors import PipelineRuntimeError
 from lightning_autopipe.runtime.p2p_channel import Link, ReceiveChannel, SendChannel
 from lightning_autopipe.runtime.p2p_header import HeaderReceiver, HeaderSender
-from lightning_autopipe.runtime.tensor_spec import CrossingSpecs, SpecBook, TensorSpec
+from lightning_autopipe.runtime.tensor_spec import SpecBook, TensorSpec
 from lightning_autopipe.runtime.transport import Crossing, Direction, Message, StepPlan
 from lightning_autopipe.runtime.wire import wire_for
 
+_FORWARDS = Direction.FORWARD
 _WARM_UP_INDEX = -1
 """Stands for the micro-batch in errors of `warm_up`."""
 
@@ -60,7 +61,6 @@ class P2PTransport:
         self._is_in_step = False
         self._plan = StepPlan(activation_order=(), gradient_order=(), signatures={})
         self._sent_book, self._received_book = SpecBook(), SpecBook()
-        self._sent_specs: dict[Crossing, CrossingSpecs] = {}
         self._senders: dict[Direction, SendChannel] = {}
         self._receivers: dict[Direction, ReceiveChannel] = {}
         self._header_sender: HeaderSender | None = None
@@ -123,8 +123,7 @@ class P2PTransport:
 
     def _receiver(self, direction: Direction, peer: int) -> ReceiveChannel:
         group = self._groups[direction]
-        link = self._link(direction, group, peer)
-        return ReceiveChannel(link, wire_for(self._device, group), device=self._device)
+        return ReceiveChannel(self._link(direction, group, peer), wire_for(self._device, group))
 
     def warm_up(self) -> None:
         """Send a byte through every connection; all stages call it at once.
@@ -167,7 +166,6 @@ class P2PTransport:
             )
         self._is_in_step = True
         self._plan = plan
-        self._sent_specs.clear()
         if Direction.FORWARD in self._receivers:
             channel = self._receivers[Direction.FORWARD]
             channel.begin(plan.activation_order, self._activation_specs, window=plan.activation_window)
@@ -176,7 +174,7 @@ class P2PTransport:
             channel.begin(plan.gradient_order, self._gradient_specs, window=plan.gradient_window)
 
     def send(self, direction: Direction, message: Message, values: Sequence[Sequence[Tensor]]) -> None:
-        if direction is Direction.FORWARD:
+        if direction is _FORWARDS:
             is_new = False
             for crossing, tensors in zip(message, values, strict=True):
                 is_new |= self._announce(crossing, tensors)
@@ -213,8 +211,7 @@ class P2PTransport:
             assert self._header_sender is not None
             specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
             self._header_sender.send(crossing, specs)
-            known = self._sent_book.add(signature, specs)
-        self._sent_specs[crossing] = known
+            self._sent_book.add(signature, specs)
         return is_new
 
     def _activation_specs(self, crossing: Crossing, wait: bool) -> tuple[Sequence[TensorSpec], int] | None:
@@ -230,7 +227,7 @@ class P2PTransport:
 
     def _gradient_specs(self, crossing: Crossing, wait: bool) -> tuple[Sequence[TensorSpec], int] | None:
         # Those of what was sent, or will be sent: where that turns out to differ, sending it is an error.
-        specs = self._sent_specs.get(crossing) or self._sent_book.get(self._signature(crossing))
+        specs = self._sent_book.get(self._signature(crossing))
         if specs is None:
             assert not wait, f"the gradient of {crossing} is due before its forward"
             return None

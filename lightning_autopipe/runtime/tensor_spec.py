@@ -5,12 +5,28 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from lightning_autopipe.runtime.errors import PipelineRuntimeError
+
+SENT_AS_THEY_ARE = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""What every process group can send; the rest crosses as bytes."""
+_PLAIN_TYPES = (Tensor, nn.Parameter)
+_STRIDED = torch.strided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +41,16 @@ class TensorSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     requires_grad: bool
+    num_bytes: int = field(init=False, repr=False, compare=False)
+    """Size of the numbers."""
+    is_sent_as_it_is: bool = field(init=False, repr=False, compare=False)
+    """Whether process groups can write to a tensor like this; else to its bytes."""
+
+    def __post_init__(self) -> None:
+        # Here and not in properties: both are asked for each message.
+        object.__setattr__(self, "num_bytes", math.prod(self.shape) * self.dtype.itemsize)
+        is_plain = self.dtype in SENT_AS_THEY_ARE and _is_contiguous(self.shape, self.stride)
+        object.__setattr__(self, "is_sent_as_it_is", is_plain)
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
@@ -43,22 +69,21 @@ class TensorSpec:
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether this is the spec of a tensor; where its memory is dense without making one."""
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
-            is_alike = tensor.shape == self.shape and tensor.dtype is self.dtype
-            if not is_alike or tensor.requires_grad is not self.requires_grad:
-                return False
-            if tensor.stride() == self.stride:
-                return True
+        if (
+            type(tensor) in _PLAIN_TYPES
+            and tensor.layout is _STRIDED
+            and tensor.dtype is self.dtype
+            and tensor.requires_grad is self.requires_grad
+            and tensor.stride() == self.stride
+            and tensor.shape == self.shape
+            and not tensor.is_meta
+        ):
+            return True
         return TensorSpec.of(tensor) == self
 
     def empty(self, device: torch.device) -> Tensor:
         """A new tensor of this spec with undefined numbers, not yet requiring a gradient."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the numbers."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         gradient = "requires_grad" if self.requires_grad else "no grad"
@@ -153,6 +178,15 @@ class SpecBook:
             f"{signature!r}: {difference}. The step does something that its input shapes do not tell (a branch on "
             "values, a change of requires_grad); the other stages cannot follow that."
         )
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _packed_stride(tensor: Tensor) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ class NotingLink:
 
 
 def receive_channel(link: NotingLink) -> ReceiveChannel:
-    return ReceiveChannel(link, DirectWire(), device=CPU)  # type: ignore[arg-type]
+    return ReceiveChannel(link, DirectWire(CPU))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -108,12 +108,13 @@ def test_empty_tensors_need_no_message() -> None:
     )
     assert channel.receive(crossing(0)) == ()
     assert channel.receive(crossing(1))[0].shape == (0,)
-    sender = SendChannel(link, DirectWire())  # type: ignore[arg-type]
+    sender = SendChannel(link, DirectWire(CPU))  # type: ignore[arg-type]
     sender.send((crossing(0),), [torch.zeros(0), torch.zeros(3, 0)])
     sender.release(crossing(0))
     assert link.take() == []
 
 
+@pytest.mark.usefixtures("nothing_is_small")
 def test_sends_are_kept_until_released() -> None:
     link = NotingLink()
     sender = SendChannel(link, HostWire(CPU))  # type: ignore[arg-type]
@@ -123,9 +124,27 @@ def test_sends_are_kept_until_released() -> None:
     sender.release(crossing(0))
     sender.release(crossing(0))
     assert link.take() == ["wait send 0"] * 2
+    assert sender.sent_bytes == 20
     sender.release_all()
     sender.release_all()
     assert link.take() == ["wait send 1"]
+
+
+def test_small_sends_are_waited_for_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = NotingLink()
+    sender = SendChannel(link, DirectWire(CPU))  # type: ignore[arg-type]
+    monkeypatch.setattr(p2p_channel, "_SMALL_BYTES", 3 * SPEC.num_bytes)
+    for index in range(3):
+        sender.send((crossing(index),), [torch.zeros(4)])
+        sender.release(crossing(index))
+    assert link.take() == ["isend 0", "isend 1", "isend 2"]
+    for index in (3, 4):
+        sender.send((crossing(index),), [torch.zeros(4)])
+    sender.release(crossing(3))
+    assert link.take() == ["isend 3", "isend 4", "wait send 3"], "no more than what is small is under way"
+    sender.release_all()
+    assert link.take() == [f"wait send {index}" for index in (0, 1, 2, 4)]
+    assert sender.sent_bytes == 5 * SPEC.num_bytes
 
 
 def test_small_messages_are_posted_beyond_the_window_in_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +173,7 @@ def test_halves_of_one_message_come_together() -> None:
     second = channel.receive(halves[1])
     assert link.take() == []
     assert first[0] is not second[0]
-    sender = SendChannel(link, DirectWire())  # type: ignore[arg-type]
+    sender = SendChannel(link, DirectWire(CPU))  # type: ignore[arg-type]
     sender.send(halves, [torch.zeros(2), torch.zeros(3)])
     sender.release(halves[1])
     sender.release(halves[0])

@@ -100,3 +100,23 @@ def test_a_book_tells_what_differs(other: tuple[Tensor, ...], difference: str) -
     book.check("shape", (BASE.clone(),))
     with pytest.raises(PipelineRuntimeError, match=f"signature 'shape'.*{difference}"):
         book.check("shape", other)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.zeros(2, 3), True),
+        (torch.zeros(()), True),
+        (torch.zeros(2, 1, 3)[:, :, :], True),
+        (torch.zeros(3, 2).T, False),
+        (torch.zeros(2, 3, 4, 4).contiguous(memory_format=torch.channels_last), False),
+        (torch.zeros(2, dtype=torch.bool), False),
+        (torch.zeros(2, dtype=torch.complex64), False),
+        (torch.zeros(3, 1).T, True),
+    ],
+)
+def test_what_is_contiguous_and_of_a_common_dtype_is_sent_as_it_is(tensor: torch.Tensor, expected: bool) -> None:
+    spec = TensorSpec.of(tensor)
+    assert spec.is_sent_as_it_is is expected
+    assert spec.num_bytes == tensor.nbytes
+    assert spec.is_sent_as_it_is <= spec.empty(torch.device("cpu")).is_contiguous()

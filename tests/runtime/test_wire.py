@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_autopipe.runtime.tensor_spec import TensorSpec
 from lightning_autopipe.runtime.wire import DirectWire, HostWire, wire_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -29,7 +30,7 @@ def test_only_gloo_with_cuda_tensors_needs_copies(
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens with memory and streams, in order; without a GPU nothing can be pinned."""
     events: list[str] = []
-    empty, copy = torch.empty, Tensor.copy_
+    empty, empty_strided, copy = torch.empty, torch.empty_strided, Tensor.copy_
 
     def noting_empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         events.append("pinned" if pin_memory else "not pinned")
@@ -44,6 +45,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             events.append("waits for the stream")
 
     monkeypatch.setattr(torch, "empty", noting_empty)
+    monkeypatch.setattr(torch, "empty_strided", lambda *args, device, **kwargs: empty_strided(*args, **kwargs))
     monkeypatch.setattr(Tensor, "copy_", noting_copy)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     return events
@@ -55,8 +57,7 @@ def test_cuda_tensors_pass_through_pinned_memory(events: list[str]) -> None:
     message = wire.outgoing(sent)
     assert events == ["pinned", "starts to copy", "waits for the stream"], "gloo knows of no stream"
     sent.zero_()
-    received = torch.zeros(2, 3, dtype=torch.float64)
-    buffer = wire.incoming(received)
+    buffer, received = wire.incoming(TensorSpec.of(sent))
     buffer.copy_(message)
     wire.arrived(buffer, received)
     assert events[3:] == ["pinned", "copies", "starts to copy"]
