@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.module_stage import ModuleStage, seconds_alone, unit_shares
+from benchmarks.module_stage import ModuleStage, seconds_alone
 from benchmarks.namespaces import enter_namespace
 from benchmarks.peers.torch_pipelining import TorchPipeline, stages_of
 from benchmarks.replayed_stage import ReplayedStage
@@ -247,7 +247,6 @@ class OurPipeline:
         transport.warm_up()
         self._executor = StageExecutor(stage_index=self.stage_index, num_stages=layout.num_stages, transport=transport)
         self._batch = entry.inputs()
-        self._slices = slice_counts(entry.schedule)
         self._replayed: ReplayedStage | None = None
         if entry.is_replayed:
             self._replayed = ReplayedStage(
@@ -259,6 +258,12 @@ class OurPipeline:
             )
         else:
             self.module = entry.model.stage(self.stage_index, layout.num_stages)
+            self._plain = ModuleStage(
+                self.module,
+                loss=mean_square if self._is_last else None,
+                slices=slice_counts(entry.schedule),
+                num_samples=entry.num_samples,
+            )
 
     def run(self) -> None:
         """One step."""
@@ -268,8 +273,9 @@ class OurPipeline:
         if self._replayed is not None:
             self._replayed.begin(self._batch, self._entry.num_microbatches)
             return self._replayed
-        shares = unit_shares(self._batch, self._slices)
-        return ModuleStage(self.module, loss=mean_square if self._is_last else None, shares=shares)
+        if self.stage_index == 0:
+            self._plain.begin(self._batch)
+        return self._plain
 
     def alone(self) -> tuple[int, tuple[Seconds, ...]]:
         """The stage, and what it takes for a micro-batch and for its slices, without others."""

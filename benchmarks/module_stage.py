@@ -21,15 +21,21 @@ class ModuleStage:
     Args:
         module: the stage.
         loss: of a unit's result and its targets; None: not the last stage.
-        shares: of the batch, one for each unit, on all stages: others than the first count samples.
+        slices: in how many slices each micro-batch runs; 1 for whole ones.
+        num_samples: of a micro-batch.
     """
 
-    def __init__(self, module: nn.Module, *, loss: Loss | None, shares: Sequence[Tensor]) -> None:
-        self._module, self._loss, self._shares = module, loss, shares
-        self._sizes = [share.shape[0] for share in shares]
-        num_samples = sum(self._sizes)
+    def __init__(self, module: nn.Module, *, loss: Loss | None, slices: Sequence[int], num_samples: int) -> None:
+        self._module, self._loss, self._slices = module, loss, slices
+        self._sizes = [size for number in slices for size in _sizes(num_samples, number)]
+        self._shares: Sequence[Tensor] = ()
         self._targets = {size: torch.zeros(size, 1) for size in set(self._sizes)} if loss is not None else {}
-        self._weights = {size: torch.tensor(size / num_samples) for size in self._targets}
+        whole = num_samples * len(slices)
+        self._weights = {size: torch.tensor(size / whole) for size in self._targets}
+
+    def begin(self, batch: Tensor) -> None:
+        """Takes a step's batch, ``[samples, ...]``, on the first stage."""
+        self._shares = unit_shares(batch, self._slices)
 
     def signature(self, unit_index: int) -> Hashable:
         return self._sizes[unit_index]
@@ -42,6 +48,10 @@ class ModuleStage:
         loss = self._loss(output, self._targets[size])
         # The weight goes in as the loss's gradient: a product would be one operation more than torch has.
         return StageOutput(roots=lambda: ((loss,), (self._weights[size],)))
+
+
+def _sizes(num_samples: int, number: int) -> list[int]:
+    return [len(part) for part in torch.empty(num_samples).chunk(number)]
 
 
 def unit_shares(batch: Tensor, slices: Sequence[int]) -> list[Tensor]:

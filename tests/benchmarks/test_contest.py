@@ -87,11 +87,12 @@ def test_a_sleeping_stage_sleeps_once_for_each_part_of_its_backward(
 def test_units_are_shares_of_the_batch_in_its_order() -> None:
     shares = unit_shares(torch.arange(12.0).reshape(12, 1), [2, 1, 1])
     assert [share.flatten().tolist() for share in shares] == [[0, 1], [2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    stage = ModuleStage(Tiny().stage(0, 1), loss=mean_square, shares=[torch.ones(2, 16), torch.ones(4, 16)])
-    assert [stage.signature(index) for index in range(2)] == [2, 4]
-    roots = [stage.forward(index, ()).roots for index in range(2)]
+    stage = ModuleStage(Tiny().stage(0, 1), loss=mean_square, slices=[2, 1], num_samples=4)
+    stage.begin(torch.ones(8, 16))
+    assert [stage.signature(index) for index in range(3)] == [2, 2, 4]
+    roots = [stage.forward(index, ()).roots for index in range(3)]
     weights = [[float(weight) for weight in found()[1]] for found in roots if found is not None]
-    assert weights == [[pytest.approx(2 / 6)], [pytest.approx(4 / 6)]]
+    assert weights == [[0.25], [0.25], [0.5]]
 
 
 def gradients_of(entries: tuple[Entry, ...]) -> list[list[Tensor]]:
