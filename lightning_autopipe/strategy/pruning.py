@@ -8,7 +8,7 @@ The masks stay whole everywhere.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
@@ -148,20 +148,15 @@ class PruningOfWhole:
         return next(name for name, other in self._module.named_parameters() if other is parameter)
 
 
-class _Stored:
-    """A module of which a checkpoint holds the state, for code that asks the module for it."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._state)
-
-
 def _save(callback: Any, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
-    # Lightning would take the state of the module at hand, which is a part. What is absent stays so under its mask.
-    with computing_shapes():
-        type(callback).on_save_checkpoint(callback, trainer, _Stored(checkpoint["state_dict"]), checkpoint)
+    # Lightning asks the module at hand for its state, which is a part here. What is absent stays so under its mask.
+    state = dict(checkpoint["state_dict"])
+    vars(module)["state_dict"] = lambda *args, **kwargs: state
+    try:
+        with computing_shapes():
+            type(callback).on_save_checkpoint(callback, trainer, module, checkpoint)
+    finally:
+        del vars(module)["state_dict"]
 
 
 def _pruned(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:

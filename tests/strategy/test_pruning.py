@@ -33,6 +33,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 DATA = partial(InOrder, token_data(32), token_data(8, seed=1), batch_size=8, val_batch_size=8)
 
 
+class NotingPruning(ModelPruning):
+    """Asks the module for more than its state."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        checkpoint["noted"] = pl_module.current_epoch
+
+
 class Saving(pl.Callback):
     """Saves in the middle and at the end of each epoch, and looks at what there is of the masked weights."""
 
@@ -64,6 +72,7 @@ class Saving(pl.Callback):
         tensors = {name: value.clone() for name, value in checkpoint["state_dict"].items()}
         (optimizer,) = checkpoint["optimizer_states"]
         moments = {position: state["exp_avg"].clone() for position, state in optimizer["state"].items()}
+        assert checkpoint["noted"] == trainer.current_epoch
         self.states.append((tensors, moments))
         trainer.strategy.barrier()
         shutil.rmtree(folder, ignore_errors=True)
@@ -102,7 +111,7 @@ def pruned_fit(*, after: Any, strategy_options: dict[str, Any] | None = None, **
         module_options={"optimizer": "adamw", "lr": 0.01},
         data=DATA,
         strategy_options=strategy_options or {},
-        callbacks=(partial(ModelPruning, amount=0.2, **options), Saving),
+        callbacks=(partial(NotingPruning, amount=0.2, **options), Saving),
         trainer_options={"max_epochs": 3},
         after=after,
     )
