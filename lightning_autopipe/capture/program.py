@@ -78,6 +78,8 @@ class StageProgram:
         self.stop = len(trace.operations) if stop is None else stop
         self.received_values = table.crossing[start] if start > 0 else ()
         self.sent_values = () if self.is_last else table.crossing[self.stop]
+        written = {name for op in trace.operations[start : self.stop] for name in op.buffers}
+        self._written_memory = {module.get_buffer(name).untyped_storage().data_ptr() for name in written}
         self.cloned = frozenset(v for v in self.received_values if table.written_after(v, start))
         self.layer_of_start = {
             layer.start: layer.index
@@ -133,6 +135,12 @@ class StageProgram:
                 table.build()
             if not passed_over_only or any(t.is_stub or t.call.is_opaque for t in table.calls.values()):
                 yield attributes, table.before, table.forward
+
+    def apart(self, tensor: Tensor) -> Tensor:
+        """What is sent, not in the memory of a buffer: the next micro-batch may write that before it is out."""
+        if self._written_memory and type(tensor) is Tensor and tensor.layout is torch.strided:
+            return tensor.clone() if tensor.untyped_storage().data_ptr() in self._written_memory else tensor
+        return tensor
 
     def _watched(self) -> dict[int, frozenset[int] | None]:
         """Positions of own operations that replay has to see one by one, with the crossing values that they show."""

@@ -126,7 +126,7 @@ class Replay(OperationMode):
         missing = [v for v in program.sent_values if v not in self.held]
         if missing:
             raise self._mismatch(f"values {missing} that cross the cut at {self.stop} were not made")
-        return StageRun(tuple(self.held[v] for v in program.sent_values), None)
+        return StageRun(tuple(program.apart(self.held[v]) for v in program.sent_values), None)
 
     # ----- module calls
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, disable_fake_tensor_cache
 
 
 class MappedFiles:
@@ -35,7 +35,8 @@ class MappedFiles:
         with path.open("rb") as file:
             if place.transform_descriptors:
                 return None
-            with FakeTensorMode():  # reads everything but the numbers
+            reader = FakeTensorMode()  # reads everything but the numbers
+            with disable_fake_tensor_cache(reader), reader:  # which is the process's, and keeps every storage
                 described = torch.load(self._slice_file(file, place), map_location="cpu", weights_only=True)
             storage = described.untyped_storage()
             begin, num_values = storage._checkpoint_offset, storage.nbytes() // described.element_size()

@@ -173,14 +173,15 @@ class PlacedModule:
         """Whether this rank's stage trains a parameter, by its first name."""
         return self._communicator.layout.num_stages == 1 or name in self._owned_parameters
 
-    def of_holder(self, value: Tensor, *, is_held: bool) -> Tensor | None:
-        """The value that the first stage has which holds it, in host memory; None: none does. Collective."""
-        holders = [stage for stage, holds in enumerate(self._communicator.gather_in_pipeline(is_held)) if holds]
-        if not holders:
+    def of_claimant(self, value: Tensor, claim: int) -> Tensor | None:
+        """The value that the first stage has with the largest claim, in host memory; None: all are 0. Collective."""
+        claims = self._communicator.gather_in_pipeline(claim)
+        if not any(claims):
             return None
-        own = value.cpu() if holders[0] == self._communicator.stage_index else None
-        held: Tensor = self._communicator.broadcast_in_pipeline(own, stage_index=holders[0])
-        return held
+        stage_index = claims.index(max(claims))
+        own = value.cpu() if stage_index == self._communicator.stage_index else None
+        given: Tensor = self._communicator.broadcast_in_pipeline(own, stage_index=stage_index)
+        return given
 
     def gather_copy(self, copy: nn.Module) -> dict[str, Tensor]:
         """On global rank 0 what other stages own of one of the copies. Collective over replica 0's pipeline."""

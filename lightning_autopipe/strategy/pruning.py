@@ -30,8 +30,8 @@ class Parts(Protocol):
     def owns(self, name: str) -> bool:
         """Whether this rank's stage trains a parameter, by its first name."""
 
-    def of_holder(self, value: Tensor, *, is_held: bool) -> Tensor | None:
-        """The value that the first stage has which holds it, in host memory; None: none does. Collective."""
+    def of_claimant(self, value: Tensor, claim: int) -> Tensor | None:
+        """The value that the first stage has with the largest claim, in host memory; None: all are 0. Collective."""
 
 
 def pruning_callbacks(callbacks: Iterable[pl.Callback]) -> list[Any]:
@@ -115,7 +115,7 @@ class PruningOfWhole:
             for index, name in entry["names"]:
                 copied = getattr(entry["data"], name)
                 is_trained = self._parts.owns(self._name_of(*callback._parameters_to_prune[index]))
-                shared = self._parts.of_holder(copied.detach(), is_held=is_trained)
+                shared = self._parts.of_claimant(copied.detach(), int(is_trained))
                 if shared is not None and not is_trained:
                     copied.data = shared.to(copied.device)
         with self._whole():
@@ -135,11 +135,14 @@ class PruningOfWhole:
         """Gives every rank the masked parameters as the last forward has left them: they are what is pruned next.
 
         Which stage that is does not follow from who has the parameter, where it is tied: it has put a new tensor there.
+        Where none has since the last pruning, the owner has what that has left.
         """
-        for key, left in self._left.items():
-            module, name = key
+        for (module, name), left in self._left.items():
             masked = getattr(module, name)
-            shared = self._parts.of_holder(masked.detach(), is_held=not is_absent(masked) and masked is not left())
+            claim = 0
+            if not is_absent(masked):
+                claim = 2 if masked is not left() else int(self._parts.owns(self._name_of(module, name)))
+            shared = self._parts.of_claimant(masked.detach(), claim)
             if shared is not None:
                 setattr(module, name, shared)
 

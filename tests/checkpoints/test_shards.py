@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
@@ -120,6 +121,12 @@ def test_tensors_stay_in_the_files_until_they_are_used(odd_folder: Path, monkeyp
     assert str(odd_folder) in Path("/proc/self/maps").read_text()
     del loaded
     assert str(odd_folder) not in Path("/proc/self/maps").read_text()
+
+
+def test_reading_keeps_nothing_in_the_process(odd_folder: Path) -> None:
+    before = FakeTensorMode.cache_info().size
+    ShardFolder(odd_folder).checkpoint()
+    assert FakeTensorMode.cache_info().size == before
 
 
 def test_what_cannot_be_mapped_is_read(odd_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_autopipe.core.errors import CaptureError, ConfigurationError, PlanError
 from lightning_autopipe.core.layout import ParallelLayout
-from lightning_autopipe.runtime import stage_step
+from lightning_autopipe.runtime import memory_transport, stage_step
 from lightning_autopipe.runtime.errors import StageError
 from lightning_autopipe.runtime.pipeline import Pipeline
 from lightning_autopipe.schedules import get_schedule
@@ -249,6 +249,33 @@ def test_a_buffer_that_training_writes_is_read_where_it_lives(late: bool) -> Non
             else:
                 pipeline.run("validation_step", (rows(4), 0), {}, training=False, step=0)
                 assert start.called
+
+
+def test_a_buffer_that_crosses_is_sent_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next micro-batch writes it in place, while the message may still be under way."""
+
+    class Averaging(Chain):
+        def __init__(self) -> None:
+            super().__init__(squares)
+            self.register_buffer("average", torch.zeros(4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            h = self.layers[0](batch["x"])
+            self.average.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+            crossing = self.average.detach()
+            h = self.layers[1](h)
+            return self.loss(self.layers[3](self.layers[2](h) + crossing), batch)
+
+    losses = []
+    for copies in (True, False):
+        if not copies:
+            monkeypatch.setattr(memory_transport, "_copy", Tensor.detach)
+        torch.manual_seed(0)
+        module = Averaging().double()
+        partition = [2]
+        pipeline = make_pipeline(module, (rows(8), 0), num_stages=2, num_microbatches=4, partition=partition)
+        losses.append(run_pipelines([pipeline], [rows(8)]).loss)
+    assert torch.equal(*losses)
 
 
 def test_predictions_keep_their_samples() -> None:

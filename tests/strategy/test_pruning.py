@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,10 +136,30 @@ IN_VALIDATION = pruned_fit(
 )
 
 
+class UnusedModule(LanguageModule):
+    """Has a layer that no step runs."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.unused = torch.nn.Linear(3, 3)
+
+
+TWICE = replace(
+    SHARED,
+    module_class=UnusedModule,
+    callbacks=(
+        partial(NotingPruning, "l1_unstructured", amount=0.1),
+        partial(ModelPruning, "l1_unstructured", amount=0.2, parameter_names=["weight"]),
+        Saving,
+    ),
+    strategy_options={},
+)
+
+
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     return fit_in_processes(
-        {"shared": SHARED, "random": RANDOM, "validation": IN_VALIDATION}, num_stages=2, num_replicas=2
+        {"shared": SHARED, "random": RANDOM, "validation": IN_VALIDATION, "twice": TWICE}, num_stages=2, num_replicas=2
     )
 
 
@@ -152,6 +173,14 @@ def test_shares_of_optimizer_states_and_sharded_checkpoints_outlive_other_names(
         assert [len(of_epoch) for of_epoch in held] == [0, len(held[1]), len(held[1])]
         assert held[1]
         assert all(all(of_epoch.values()) for of_epoch in held)
+
+
+def test_what_no_forward_has_run_since_is_pruned_as_it_was_left(found: dict[str, Any]) -> None:
+    """Lottery tickets give other values in between."""
+    plain = fit_plain(TWICE)
+    assert_same_result(plain, found["twice"])
+    for rank in found["twice"]:
+        assert_same_states(rank.after[0], plain.after[0])
 
 
 def test_random_masks_and_new_values_are_rank_zeros(found: dict[str, Any]) -> None:
