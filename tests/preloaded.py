@@ -11,11 +11,11 @@ import lightning.pytorch
 import pytest
 import torch.distributed
 import torchmetrics
-import transformers
+from transformers import GPT2LMHeadModel
 
 import lightning_autopipe.strategy
 
-__all__ = ["lightning", "lightning_autopipe", "pytest", "torch", "torchmetrics", "transformers"]
+__all__ = ["GPT2LMHeadModel", "lightning", "lightning_autopipe", "pytest", "torch", "torchmetrics"]
 
 # A collection, of which there is one at the end of every fit, would look at all that was imported, and its marks would
 # make every process copy the memory that it shares with the others.
