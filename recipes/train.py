@@ -9,19 +9,22 @@ from __future__ import annotations
 import sys
 
 import hydra
-import lightning.pytorch as pl
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from recipes.classes import RecordClasses
 from recipes.launch import CONFIG_DIR, hush_lightning, other_rank_overrides
-from recipes.run import callbacks_from, loggers_from, strategy_from, validation_loss
-from recipes.summary import print_training_summary
 from recipes.sweep import needs_own_process, report_result, run_in_own_process
 
 
 def train(cfg: DictConfig) -> float | None:
     """Run ``fit`` as the config says, print how it went, and give the smallest validation loss (None without one)."""
+    # Not above: a process that runs a sweep only starts the jobs, and need not import Lightning and torch.
+    import lightning.pytorch as pl
+
+    from recipes.classes import RecordClasses
+    from recipes.run import callbacks_from, loggers_from, strategy_from, validation_loss
+    from recipes.summary import print_training_summary
+
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
 
     data: pl.LightningDataModule = instantiate(cfg.data, _convert_="all")

@@ -52,7 +52,7 @@ from pathlib import Path
 from typing import Any
 
 PROCESS_GROUP_TIMEOUT_S = 20.0
-_PRELOADED = ["torch", "torch.distributed", "lightning.pytorch", "torchmetrics", "pytest", "lightning_autopipe"]
+_PRELOADED = ["tests.preloaded"]
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,10 @@ def sum_over_ranks(value: float) -> tuple[int, torch.Tensor, str]:
 def sum_over_env_group() -> float:
     dist.init_process_group("gloo")
     return float(sum_over_ranks(0.0)[1])
+
+
+def has_what_is_preloaded() -> bool:
+    return "tests.preloaded" in sys.modules and gc.get_freeze_count() > 0
 
 
 def end_badly(ends: list[str]) -> str:
@@ -62,6 +67,11 @@ def test_values_come_back_by_rank() -> None:
     assert [rank for rank, _, _ in results] == [0, 1, 2]
     assert [float(total) for _, total, _ in results] == [6.0, 6.0, 6.0]
     assert [local for _, _, local in results] == ["0", "1", "2"]
+
+
+def test_processes_have_imported_what_they_need() -> None:
+    """The process that they are forked from says nothing where it cannot import it."""
+    assert run_processes(2, has_what_is_preloaded) == [True, True]
 
 
 @pytest.mark.parametrize("rank_0_hosts_store", [False, True])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness import describe, run_processes_to_end
 
 SCRIPT = Path(__file__).with_name("fit_script.py")
 ROOT = Path(__file__).parents[2]
@@ -37,9 +40,21 @@ def results(*processes: subprocess.Popen[str]) -> list[str]:
     return [line for stdout, _ in outputs for line in stdout.splitlines() if line.startswith("RESULT")]
 
 
+def run_script(*arguments: str) -> None:
+    """Run the script as it is in this process, which has imported all that it needs."""
+    # What a launcher's process is told, which this is not.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+        os.environ.pop(name, None)
+    sys.argv = [str(SCRIPT), *arguments]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def expected() -> str:
-    (result,) = results(start(sys.executable, str(SCRIPT), "1", "auto"))
+    """Of one process under Lightning's own strategy."""
+    (outcome,) = run_processes_to_end(1, run_script, "1", "auto", initialize_process_group=False, timeout_s=380)
+    assert outcome.exit_code == 0, describe([outcome])
+    (result,) = [line for line in outcome.output.splitlines() if line.startswith("RESULT")]
     return result
 
 
