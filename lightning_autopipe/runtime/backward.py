@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +27,10 @@ def run_backward(received: Sequence[Tensor], output: StageOutput, gradients: Seq
     """
     roots, root_gradients = _roots(output, gradients)
     if roots:
-        with without_autocast():
-            # What `torch.autograd.backward` does but its checks of shapes, a third of a small backward: gradients were
-            # received in the shapes of their roots.
-            _run_engine(
-                tuple(roots), tuple(root_gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+        run = _run_without_autocast if torch._C._is_any_autocast_enabled() else _run_engine
+        # What `torch.autograd.backward` does but its checks of shapes, a third of a small backward: gradients were
+        # received in the shapes of their roots.
+        run(tuple(roots), tuple(root_gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
     found = []
     for leaf in received:
         if leaf.requires_grad:
@@ -39,6 +38,11 @@ def run_backward(received: Sequence[Tensor], output: StageOutput, gradients: Seq
             leaf.grad = None
             found.append(_in_layout_of(leaf, gradient))
     return tuple(found)
+
+
+def _run_without_autocast(*args: Any, **kwargs: Any) -> None:
+    with without_autocast():
+        _run_engine(*args, **kwargs)
 
 
 def run_input_backward(

@@ -18,7 +18,7 @@ from lightning_autopipe.runtime.rank_program import RankAction, RankProgram, ran
 from lightning_autopipe.runtime.split_backward import DeferredBackward
 from lightning_autopipe.runtime.stage import StageForward, StageOutput
 from lightning_autopipe.runtime.transport import Crossing, Direction, SignatureTable, StepPlan, Transport
-from lightning_autopipe.runtime.units import Unit, unit_name
+from lightning_autopipe.runtime.units import unit_name
 
 _MAX_UNRELEASED_SENDS = 4
 """How many messages whose tensors no stash keeps (gradients, activations in evaluation) may be under way at once."""
@@ -78,7 +78,7 @@ class StageExecutor:
         self.observer: ExecutionObserver | None = None
         """Told of every action; None: no cost."""
         self._transport = transport
-        self._live: dict[tuple[int, Unit], _Live] = {}
+        self._live: dict[int, _Live] = {}
         self._unsent: dict[Crossing, tuple[Tensor, ...]] = {}
         self._unreleased: deque[tuple[Direction, Crossing]] = deque()
         self._signatures = SignatureTable()
@@ -178,7 +178,7 @@ class StageExecutor:
         else:
             earlier = [self._unsent.pop(sent) for sent in step.sends[:-1]]
             self._transport.send(_FORWARDS, step.sends, [*earlier, output.sent])
-            if not step.has_backward:
+            if not step.has_backward and self._transport.is_loaded:
                 for sent in step.sends:
                     self._release_later(_FORWARDS, sent)
         if step.has_backward:
@@ -202,11 +202,13 @@ class StageExecutor:
             del self._live[step.key]
 
     def _send_gradients(self, step: RankAction, gradients: tuple[Tensor, ...]) -> None:
-        if step.takes is not None:
-            self._transport.release(_FORWARDS, step.takes)
+        transport = self._transport
+        if step.takes is not None and transport.is_loaded:
+            transport.release(_FORWARDS, step.takes)
         if step.gives is not None and gradients:
-            self._transport.send(_BACKWARDS, step.sends, (gradients,))
-            self._release_later(_BACKWARDS, step.gives)
+            transport.send(_BACKWARDS, step.sends, (gradients,))
+            if transport.is_loaded:
+                self._release_later(_BACKWARDS, step.gives)
 
     def _release_later(self, direction: Direction, crossing: Crossing) -> None:
         self._unreleased.append((direction, crossing))

@@ -27,6 +27,7 @@ class MemoryNetwork:
 class MemoryTransport:
     """A `Transport` by copies in one process; a receiver sees what it would see of a message between processes."""
 
+    is_loaded = False  # the receiver has a copy
     receive_waits = False
 
     def __init__(self, network: MemoryNetwork, pipeline_rank: int) -> None:

@@ -77,9 +77,9 @@ class Link:
 
 
 _SMALL_BYTES = 2**20
-"""Memory that nobody notices. While no more than that is under way, a channel waits for its sends at the end of the
-step, for all in one go; and receives are posted beyond the window for as many messages as are no more than that
-together: what is small waits for the peer's answer longer than for its bytes."""
+"""Memory that nobody notices. While no more than that is under way, sends are waited for at the end of the step, for
+all in one go; and receives are posted beyond the window for as many messages as are no more than that together: what is
+small waits for the peer's answer longer than for its bytes."""
 _MAX_SMALL = 64
 """Receives beyond the window are posted in bursts of up to so many, for which the peer wakes up once."""
 
@@ -95,8 +95,8 @@ class SendChannel:
         self.sent_bytes = 0
         """So far."""
 
-    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Start to send the tensors of a message; empty ones need no transfer."""
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> bool:
+        """Start to send the tensors of a message; empty ones need no transfer. Give whether much is under way now."""
         works = []
         for tensor in tensors:
             if tensor.numel():
@@ -105,11 +105,11 @@ class SendChannel:
                 works.append((self._link.isend(buffer, message[0]), buffer))
         for crossing in message:
             self._pending[crossing] = works
+        return self._pending_bytes > _SMALL_BYTES
 
     def release(self, crossing: Crossing) -> None:
-        """Let go of the tensors of the message with a crossing, once it is out; what is small may stay longer."""
-        if self._pending_bytes > _SMALL_BYTES:
-            self._finish(self._pending.pop(crossing, []), crossing)
+        """Wait until the message with a crossing is out, and let go of its tensors."""
+        self._finish(self._pending.pop(crossing, []), crossing)
 
     def release_all(self) -> None:
         """Wait for everything."""

@@ -58,7 +58,7 @@ class P2PTransport:
         assert dist.get_backend(header_group) == "gloo", "headers are CPU tensors"
         self._device = device
         self._stage_index = stage_index
-        self._is_in_step = False
+        self._is_in_step = self.is_loaded = False
         self._plan = StepPlan(activation_order=(), gradient_order=(), signatures={})
         self._sent_book, self._received_book = SpecBook(), SpecBook()
         self._senders: dict[Direction, SendChannel] = {}
@@ -165,6 +165,7 @@ class P2PTransport:
                 "an earlier step failed in the middle and left messages under way between the stages; start a new run"
             )
         self._is_in_step = True
+        self.is_loaded = False
         self._plan = plan
         if Direction.FORWARD in self._receivers:
             channel = self._receivers[Direction.FORWARD]
@@ -181,7 +182,8 @@ class P2PTransport:
             if is_new:
                 self._receivers[Direction.BACKWARD].post_ahead()
         tensors = values[0] if len(values) == 1 else [tensor for tensors in values for tensor in tensors]
-        self._senders[direction].send(message, tensors)
+        if self._senders[direction].send(message, tensors):
+            self.is_loaded = True
 
     def release(self, direction: Direction, crossing: Crossing) -> None:
         self._senders[direction].release(crossing)
@@ -205,9 +207,11 @@ class P2PTransport:
     def _announce(self, crossing: Crossing, tensors: Sequence[Tensor]) -> bool:
         """Tell the receiver what comes where it cannot know; give whether that was so."""
         signature = self._signature(crossing)
-        known = self._sent_book.check(signature, tensors)
-        is_new = known is None
-        if known is None:
+        known = self._sent_book.get(signature)
+        if known is not None and known.fit(tensors):
+            return False
+        is_new = self._sent_book.check(signature, tensors) is None
+        if is_new:
             assert self._header_sender is not None
             specs = tuple(TensorSpec.of(tensor) for tensor in tensors)
             self._header_sender.send(crossing, specs)

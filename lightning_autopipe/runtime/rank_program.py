@@ -21,8 +21,8 @@ class RankAction:
     """One action with what it takes from a neighbour and what it gives to one."""
 
     action: Action
-    key: tuple[int, Unit]
-    """Stage and unit, by which a stage keeps what lies between forward and backward."""
+    key: int
+    """Of the stage and the unit, by which is kept what lies between forward and backward."""
     unit_index: int
     """Number of the unit in the order of the batch."""
     takes_from: Direction | None
@@ -87,7 +87,7 @@ def rank_program(schedule: Schedule, pipeline_rank: int) -> RankProgram:
                 sent = (before,)
         return RankAction(
             action=action,
-            key=(action.stage_index, action.unit),
+            key=action.stage_index * len(units) + numbers[action.unit],
             unit_index=numbers[action.unit],
             takes_from=takes_from,
             takes=takes,

@@ -135,7 +135,7 @@ class CrossingSpecs:
         return len(tensors) == len(self.values) and all(map(TensorSpec.fits, self.values, tensors))
 
 
-class SpecBook:
+class SpecBook(dict[Hashable, CrossingSpecs]):
     """The specs of the values that cross one cut, by signature.
 
     Sender and receiver each keep one, fill it in the same order and forget the oldest entry at the same length, so that
@@ -144,18 +144,11 @@ class SpecBook:
 
     MAX_SIGNATURES = 4096
 
-    def __init__(self) -> None:
-        self._specs: dict[Hashable, CrossingSpecs] = {}
-
-    def get(self, signature: Hashable) -> CrossingSpecs | None:
-        """The specs of a signature, None if it is new."""
-        return self._specs.get(signature)
-
     def add(self, signature: Hashable, values: tuple[TensorSpec, ...]) -> CrossingSpecs:
         """Remember the specs of a new signature."""
-        if len(self._specs) >= self.MAX_SIGNATURES:
-            del self._specs[next(iter(self._specs))]
-        specs = self._specs[signature] = CrossingSpecs.of(values)
+        if len(self) >= self.MAX_SIGNATURES:
+            del self[next(iter(self))]
+        specs = self[signature] = CrossingSpecs.of(values)
         return specs
 
     def check(self, signature: Hashable, tensors: Sequence[Tensor]) -> CrossingSpecs | None:
@@ -164,7 +157,7 @@ class SpecBook:
         Raises:
             PipelineRuntimeError: Something differs.
         """
-        found = self._specs.get(signature)
+        found = self.get(signature)
         if found is None or found.fit(tensors):
             return found
         known, specs = found.values, tuple(TensorSpec.of(tensor) for tensor in tensors)

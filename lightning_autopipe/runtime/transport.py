@@ -101,6 +101,8 @@ class Transport(Protocol):
     Sends never wait for the receiver.
     """
 
+    is_loaded: bool
+    """Whether so much is under way that messages are to be released one by one; else `end_step` lets go of all."""
     receive_waits: bool
     """Whether `receive` waits for what has not arrived; else it must only be called once `has_arrived`."""
 
