@@ -97,32 +97,35 @@ class SendChannel:
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> bool:
         """Start to send the tensors of a message; empty ones need no transfer. Give whether much is under way now."""
-        works = []
+        outgoing, isend = self._wire.outgoing, self._link.isend
+        works, num_bytes = [], 0
         for tensor in tensors:
             if tensor.numel():
-                buffer = self._wire.outgoing(tensor)
-                self._pending_bytes += buffer.nbytes
-                works.append((self._link.isend(buffer, message[0]), buffer))
+                buffer = outgoing(tensor)
+                num_bytes += buffer.nbytes
+                works.append((isend(buffer, message[0]), buffer))
+        self._pending_bytes += num_bytes
+        self.sent_bytes += num_bytes
         for crossing in message:
             self._pending[crossing] = works
         return self._pending_bytes > _SMALL_BYTES
 
     def release(self, crossing: Crossing) -> None:
         """Wait until the message with a crossing is out, and let go of its tensors."""
-        self._finish(self._pending.pop(crossing, []), crossing)
+        works = self._pending.pop(crossing, [])
+        for work, buffer in works:
+            self._link.wait(work, crossing, "send")
+            self._pending_bytes -= buffer.nbytes
+        works.clear()  # the other crossings of the message share the list
 
     def release_all(self) -> None:
         """Wait for everything."""
         for crossing, works in self._pending.items():
-            self._finish(works, crossing)
+            for work, _buffer in works:
+                self._link.wait(work, crossing, "send")
+            works.clear()  # the other crossings of the message share the list
         self._pending.clear()
-
-    def _finish(self, works: list[tuple[dist.Work, Tensor]], crossing: Crossing) -> None:
-        while works:
-            work, buffer = works.pop()  # the other crossings of the message share the list
-            self._link.wait(work, crossing, "send")
-            self._pending_bytes -= buffer.nbytes
-            self.sent_bytes += buffer.nbytes
+        self._pending_bytes = 0
 
 
 SpecsOf = Callable[[Crossing, bool], "tuple[Sequence[TensorSpec], int] | None"]

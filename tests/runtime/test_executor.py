@@ -189,7 +189,7 @@ def test_what_was_received_and_sent_is_let_go_after_the_first_part_of_a_backward
     class Looking:
         def ran(self, action: Action, *times: float) -> None:
             if action.type is ActionType.BACKWARD_INPUT:
-                live = pipeline.executors[1]._live[1, action.unit]
+                live = pipeline.executors[1]._live[1 * 3 + action.microbatch_index]
                 held.append(len(live.received) + len(live.output.sent))
 
     pipeline.executors[1].observer = Looking()

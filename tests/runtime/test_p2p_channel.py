@@ -124,7 +124,7 @@ def test_sends_are_kept_until_released() -> None:
     sender.release(crossing(0))
     sender.release(crossing(0))
     assert link.take() == ["wait send 0"] * 2
-    assert sender.sent_bytes == 20
+    assert sender.sent_bytes == 28
     sender.release_all()
     sender.release_all()
     assert link.take() == ["wait send 1"]
