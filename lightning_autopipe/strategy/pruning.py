@@ -78,25 +78,25 @@ class PruningOfWhole:
         """Changes methods of the callbacks; `remove` changes them back."""
         self._note_masked()
         for callback in self._callbacks:
-            vars(callback)["apply_pruning"] = partial(self._prune, callback)
-            vars(callback)["apply_lottery_ticket_hypothesis"] = partial(self._reset, callback)
-            vars(callback)["make_pruning_permanent"] = partial(self._make_permanent, callback)
-            vars(callback)["on_save_checkpoint"] = partial(_save, callback)
+            vars(callback).update(self._changes_of(callback))
 
     def remove(self) -> None:
         """Undoes `install`."""
         for callback in self._callbacks:
-            for name in (
-                "apply_pruning",
-                "apply_lottery_ticket_hypothesis",
-                "make_pruning_permanent",
-                "on_save_checkpoint",
-            ):
+            for name in self._changes_of(callback):
                 vars(callback).pop(name, None)
         for module, name in _pruned(self._module) if self._callbacks else ():
             parameter, mask = module.get_parameter(name_under_mask(name)), module.get_buffer(f"{name}_mask")
             if is_absent(getattr(module, name)) and not is_absent(parameter):  # gathered on this rank
                 setattr(module, name, mask.to(dtype=parameter.dtype) * parameter)
+
+    def _changes_of(self, callback: Any) -> dict[str, Callable[..., None]]:
+        return {
+            "apply_pruning": partial(self._prune, callback),
+            "apply_lottery_ticket_hypothesis": partial(self._reset, callback),
+            "make_pruning_permanent": partial(self._make_permanent, callback),
+            "on_save_checkpoint": partial(_save, callback),
+        }
 
     def _prune(self, callback: Any, amount: float) -> None:
         self._share_masked()
